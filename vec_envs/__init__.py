@@ -1,0 +1,54 @@
+"""Batched environments: tensors in, tensors out, on CPU or GPU. `make` builds one."""
+
+import difflib
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from vec_envs.core import VecEnv
+
+__all__ = ["NAMES", "VecEnv", "make"]
+
+# name -> the module of this folder that holds it (imported when it is asked for)
+NAMES = {
+    **dict.fromkeys(("Ant", "Humanoid", "HalfCheetah", "Hopper", "Walker2d", "Swimmer"), "mujoco"),
+    **dict.fromkeys(("InvertedPendulum", "InvertedDoublePendulum", "Reacher", "Pusher"), "mujoco"),
+    **dict.fromkeys(
+        ("CartPole", "Pendulum", "Acrobot", "MountainCar", "MountainCarContinuous"), "classic"
+    ),
+    "Chasing": "chasing",
+}
+
+
+def make(
+    name: str,
+    num_envs: int,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+    env_threads: int = 0,
+    **options: Any,
+) -> VecEnv:
+    """`num_envs` copies of the environment `name` as one batched env.
+
+    `name` is one of `NAMES`, any Gymnasium id ("LunarLander-v3"), or "package:Id-v0" for an id
+    that a package registers when it is imported. `env_threads` is how many threads step MuJoCo on a
+    CPU (0: one a core). `options` are the environment's own keyword arguments.
+    ValueError: unknown name or option.
+    """
+    if name in NAMES:
+        module = import_module(f"vec_envs.{NAMES[name]}")
+        if NAMES[name] == "mujoco":
+            options["env_threads"] = env_threads
+        return getattr(module, name)(num_envs, device=device, seed=seed, **options)
+    import gymnasium
+
+    if ":" not in name and name not in gymnasium.registry:
+        known = [*NAMES, *gymnasium.registry]
+        by_lower_case = {known_name.lower(): known_name for known_name in known}
+        nearest = difflib.get_close_matches(name.lower(), by_lower_case, n=4, cutoff=0.5)
+        hint = ", ".join(by_lower_case[match] for match in nearest) or ", ".join(NAMES)
+        raise ValueError(f"unknown environment {name!r}; the nearest names are {hint}")
+    from vec_envs.gym import GymEnv
+
+    return GymEnv(name, num_envs, device=device, seed=seed, **options)

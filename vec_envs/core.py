@@ -1,0 +1,183 @@
+"""The contract of every environment in `vec_envs`, and the half of it that is the same for all.
+
+A `VecEnv` is a `gymnasium.vector.VectorEnv` whose arrays are torch tensors, batch first:
+
+    env = make("Ant", num_envs=64)
+    obs, info = env.reset(seed=0)                                   # (N, obs_dim) float32
+    obs, reward, terminated, truncated, info = env.step(action)     # action (N, act_dim) or (N,)
+
+- **Autoreset in the same step** (`AutoresetMode.SAME_STEP`): where an episode ends, `obs` is
+  already the first observation of the next one, and `info["final_obs"]` the last one of the old.
+  `final_obs` is always the whole (N, obs_dim) tensor of true next observations, so that a learner
+  reads it without asking where an episode ended.
+- `info["episode_return"]`, `info["episode_length"]` (N,): statistics of the running episode,
+  final where it ended.
+- Actions are in the env's own bounds (`single_action_space`). Out-of-bounds actions are clipped;
+  as in Gymnasium's own environments, a control cost is charged for the action as it was given.
+  Wrong shapes and NaN are an error.
+- `state_dict()` holds everything the future depends on: simulator, episodes, random generator.
+
+To write an environment, subclass `VecEnv` and give it three methods, each for all envs at once
+(`chasing.py` is the tutorial). They use masks and `torch.where` instead of indexing by what the
+data say, so that on a GPU a step has no host synchronisation and fits in a CUDA graph:
+
+    _restart(mask)      draw a new initial state where mask (N,) is true
+    _simulate(action)   advance every env one step -> reward (N,), terminated (N,)
+    _observe()          the present observation -> (N, obs_dim)
+"""
+
+from typing import Any
+
+import gymnasium
+import torch
+from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector.utils import batch_space
+from torch import Tensor
+
+
+class VecEnv(VectorEnv):
+    """`num_envs` copies of one environment that step together on one device.
+
+    `name` is used in error messages. An episode is truncated after `max_episode_steps` steps.
+    `state_names` lists the tensor attributes that make up the simulator's state.
+    """
+
+    metadata = {"autoreset_mode": AutoresetMode.SAME_STEP, "render_modes": ["rgb_array"]}
+    state_names: tuple[str, ...] = ()
+
+    def __init__(
+        self,
+        name: str,
+        num_envs: int,
+        device: torch.device | str,
+        seed: int,
+        single_observation_space: gymnasium.spaces.Box,
+        single_action_space: gymnasium.spaces.Box | gymnasium.spaces.Discrete,
+        max_episode_steps: int,
+    ):
+        if num_envs < 1:
+            raise ValueError(f"{name}: num_envs is {num_envs}, it must be at least 1")
+        self.name = name
+        self.num_envs = num_envs
+        self.device = torch.device(device)
+        self.max_episode_steps = max_episode_steps
+        self.single_observation_space = single_observation_space
+        self.single_action_space = single_action_space
+        self.observation_space = batch_space(single_observation_space, num_envs)
+        self.action_space = batch_space(single_action_space, num_envs)
+        self.generator = torch.Generator(self.device)
+        self.generator.manual_seed(seed)
+        self.obs: Tensor | None = None  # (N, obs_dim): what the next action answers to
+        self._returns = torch.zeros(num_envs, device=self.device)
+        self._lengths = torch.zeros(num_envs, dtype=torch.int64, device=self.device)
+
+    # The three methods a subclass writes.
+
+    def _restart(self, mask: Tensor) -> None:
+        raise NotImplementedError
+
+    def _simulate(self, action: Tensor) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError
+
+    def _observe(self) -> Tensor:
+        raise NotImplementedError
+
+    # The contract.
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[Tensor, dict]:
+        """Start a new episode in every env; `seed` also restarts the random generator."""
+        if seed is not None:
+            self.generator.manual_seed(seed)
+        self._restart(torch.ones(self.num_envs, dtype=torch.bool, device=self.device))
+        self._returns.zero_()
+        self._lengths.zero_()
+        self.obs = self._observe()
+        return self.obs, {}
+
+    def step(self, action: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, dict[str, Any]]:
+        """Advance every env one step and start a new episode where one ended.
+
+        Returns obs (N, obs_dim), reward (N,) float32, terminated, truncated (N,) bool, info.
+        Raises ValueError for an action of the wrong shape or with NaN, RuntimeError before `reset`.
+        """
+        if self.obs is None:
+            raise RuntimeError(f"{self.name}: call reset() before the first step()")
+        reward, terminated = self._simulate(self.check_action(action))
+        reward = reward.float()
+        final_obs = self._observe()
+        returns = self._returns + reward
+        lengths = self._lengths + 1
+        truncated = lengths >= self.max_episode_steps
+        done = terminated | truncated
+        # Asking "is anyone done?" is free on a CPU and a stall on a GPU: there, always restart.
+        if self.device.type != "cpu" or bool(done.any()):
+            self._restart(done)
+            self.obs = torch.where(done.unsqueeze(-1), self._observe(), final_obs)
+            self._returns = torch.where(done, 0.0, returns)
+            self._lengths = torch.where(done, 0, lengths)
+        else:
+            self.obs, self._returns, self._lengths = final_obs, returns, lengths
+        info = {"final_obs": final_obs, "episode_return": returns, "episode_length": lengths}
+        return self.obs, reward, terminated, truncated, info
+
+    def check_action(self, action: Tensor) -> Tensor:
+        """`action` as a tensor on the device; ValueError if it cannot be an action."""
+        action = torch.as_tensor(action, device=self.device)
+        space = self.single_action_space
+        expected = (self.num_envs, *space.shape)
+        if action.shape != expected:
+            raise ValueError(
+                f"{self.name}: the action has shape {tuple(action.shape)}, expected {expected}"
+            )
+        if isinstance(space, gymnasium.spaces.Discrete):
+            if action.is_floating_point():
+                raise ValueError(
+                    f"{self.name}: the action has type {action.dtype}, expected integers"
+                )
+            wrong = (action < 0) | (action >= space.n)
+            allowed = f"0 to {space.n - 1}"
+        else:
+            wrong = ~torch.isfinite(action)
+            allowed = "finite numbers"
+        if self.device.type == "cpu" and bool(
+            wrong.any()
+        ):  # on a GPU the look would stall every step
+            index = tuple(wrong.nonzero()[0].tolist())
+            raise ValueError(
+                f"{self.name}: the action at index {index} is {action[index].item()}, "
+                f"allowed are {allowed}"
+            )
+        return action
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything the future of the envs depends on, as tensors that a checkpoint can hold."""
+        names = ("obs", "_returns", "_lengths", *self.state_names)
+        state = {
+            name: getattr(self, name).clone() for name in names if getattr(self, name) is not None
+        }
+        return {**state, "generator": self.generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go back to a state from `state_dict` of an env made with the same arguments."""
+        for name, value in state.items():
+            if name == "generator":
+                self.generator.set_state(value.cpu())
+            elif value.shape[0] != self.num_envs:
+                raise ValueError(
+                    f"{self.name}: the saved state has {value.shape[0]} envs, not {self.num_envs}"
+                )
+            else:
+                setattr(self, name, value.clone().to(self.device))
+
+    def render(self, index: int = 0) -> Any:
+        """An RGB picture (height, width, 3) uint8 of env number `index`."""
+        raise NotImplementedError(f"{self.name} has no picture")
+
+    def uniform(
+        self, low: float, high: float, *shape: int, dtype: torch.dtype = torch.float32
+    ) -> Tensor:
+        """Uniform random numbers (num_envs, *shape) from the env's own generator."""
+        draw = torch.rand(
+            self.num_envs, *shape, generator=self.generator, device=self.device, dtype=dtype
+        )
+        return low + (high - low) * draw
