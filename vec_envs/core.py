@@ -44,6 +44,7 @@ class VecEnv(VectorEnv):
 
     metadata = {"autoreset_mode": AutoresetMode.SAME_STEP, "render_modes": ["rgb_array"]}
     state_names: tuple[str, ...] = ()
+    exact_resume = True  # `state_dict` holds everything (not so for Gymnasium's own envs)
 
     def __init__(
         self,
