@@ -1,0 +1,808 @@
+"""The only code the scripts share: the run folder, the worker processes, the evaluator.
+
+A script's `train` reads like this, and nothing happens that is not on one of its lines:
+
+    run = Run(args, __file__, LIMITS)                  # checks the arguments, makes the run folder
+    workers = Workers(run, collect)                    # envs, here or in --num-workers processes
+    agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
+    workers.start(agent, rollout)                      # rollout: tensors (time, env, ...) to fill
+    step = run.start(agent=agent, optimizer=optimizer, workers=workers)   # prints, or resumes
+    while step < args.total_steps:
+        batch = workers.collect()                      # collect(agent, envs, rollout), everywhere
+        ...                                            # the algorithm
+        run.log(step, {"losses/value": value_loss})    # metrics.csv, TensorBoard; stops at NaN
+        run.evaluate(step)                             # if due, in another process
+        run.checkpoint(step)                           # if due, or if somebody said stop
+    return run.finish(step)
+
+`agent` is an `nn.Module` whose `forward` is the deterministic policy: raw observation in, action of
+the environment out. Weights and trajectories cross process borders in shared memory; the pipes
+carry only signals. Children die with their parent, however it dies.
+"""
+
+import copy
+import ctypes
+import dataclasses
+import itertools
+import json
+import math
+import os
+import signal
+import sys
+import time
+import traceback
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.multiprocessing
+from torch import Tensor, nn
+from tqdm import tqdm
+
+import vec_envs
+
+MAX_RESTARTS = 3  # of a child process that dies, before the run gives up
+LONGEST_EVALUATION = 20_000  # steps, for environments whose episodes need not end
+
+
+class UserError(SystemExit):
+    """What went wrong in one sentence: printed without a traceback when nobody catches it."""
+
+
+@dataclass
+class RunArgs:
+    """The command line that every script shares."""
+
+    env: str = "Ant"
+    """environment: a name of vec_envs, a Gymnasium id, or package:Id-v0"""
+    total_steps: int = 1_000_000
+    """how many environment steps to train for"""
+    num_envs: int = 0
+    """environments stepped together, all workers counted (0: 64 on a CPU, 4096 on a GPU)"""
+    seed: int = 0
+    """seed of everything that is random"""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """where networks and simulation run (auto: the GPU where there is one)"""
+    num_workers: int = 0
+    """processes that collect (0: this one, right for GPU and MuJoCo environments)"""
+    env_threads: int = 0
+    """threads that step MuJoCo on a CPU (0: one a core, shared among the workers)"""
+    run_dir: str = ""
+    """folder of this run (default: runs/{env}__{script}__{seed}__{time})"""
+    resume: str = ""
+    """go on with the run in this folder, with its arguments"""
+    eval_every: int = 100_000
+    """steps between evaluations of the deterministic policy (0: only at the end)"""
+    eval_episodes: int = 10
+    """episodes of one evaluation"""
+    checkpoint_every: int = 100_000
+    """steps between checkpoints"""
+    compile: Literal["none", "default", "graphs"] = "none"
+    """torch.compile of the update: default, or with CUDA graphs (GPU only)"""
+
+
+RUN_LIMITS = {
+    "total_steps": (1, None),
+    "num_envs": (0, 2**20),
+    "seed": (0, 2**31 - 1),
+    "num_workers": (0, 1024),
+    "env_threads": (0, 1024),
+    "eval_every": (0, None),
+    "eval_episodes": (1, 10_000),
+    "checkpoint_every": (1, None),
+}
+
+
+@dataclass
+class Result:
+    """What `train` returns: where the run is and how well its policy did."""
+
+    run_dir: Path
+    step: int
+    seconds: float
+    last_return: float
+    best_return: float
+
+
+class Run:
+    """One training run: its arguments, folder, logs, evaluations and checkpoints.
+
+    `limits` maps an argument's name to the (smallest, largest) value allowed, None for no bound.
+    Raises UserError, before anything is written, for arguments that cannot be.
+    """
+
+    def __init__(self, args: RunArgs, script: str, limits: dict[str, tuple] | None = None):
+        self.script = Path(script).stem
+        self.resumed = bool(args.resume)
+        if self.resumed:
+            args = _saved_args(args, self.script)
+        _check(args, {**RUN_LIMITS, **(limits or {})})
+        if args.device == "cuda" and not torch.cuda.is_available():
+            raise UserError("--device is cuda, but torch finds no CUDA device; use cpu or auto")
+        if args.device == "auto":
+            args = dataclasses.replace(args, device="cuda" if torch.cuda.is_available() else "cpu")
+        if args.compile == "graphs" and args.device == "cpu":
+            raise UserError("--compile is graphs, which needs --device cuda; use none or default")
+        if not args.num_envs:
+            args = dataclasses.replace(args, num_envs=64 if args.device == "cpu" else 4096)
+        if args.num_workers > args.num_envs:
+            raise UserError(
+                f"--num-workers is {args.num_workers}, more than --num-envs, {args.num_envs}"
+            )
+        if not args.run_dir:
+            stamp = time.strftime("%Y%m%d-%H%M%S")
+            name = f"{args.env.replace(':', '-').replace('/', '-')}__{self.script}"
+            args = dataclasses.replace(args, run_dir=f"runs/{name}__{args.seed}__{stamp}")
+        self.args = args
+        self.dir = Path(args.run_dir)
+        self.device = torch.device(args.device)
+        torch.set_num_threads(1)  # the networks are small: two threads wait more than they work
+        torch.manual_seed(args.seed)
+
+        self.seconds = 0.0  # of training, over all resumes
+        self.next_evaluation = args.eval_every or args.total_steps
+        self.next_checkpoint = args.checkpoint_every
+        self.best_return, self.last_return = -math.inf, math.nan
+        self.training_return = math.nan
+        self._state: dict[str, Any] | None = None  # name -> object with state_dict()
+        self._stop_signal = 0
+        self._handlers: dict[int, Any] = {}
+        self._evaluator: Evaluator | None = None
+        self._warned: set[str] = set()
+
+    # The run's life: start, log, evaluate, checkpoint, finish.
+
+    def start(self, agent: nn.Module, **state: Any) -> int:
+        """Say what runs where; after --resume put the saved state back. Returns the step to go on.
+
+        `agent` and every object in `state` have `state_dict` and `load_state_dict`, and together
+        they are all that the future of the run depends on, besides torch's random generators.
+        """
+        state = {"agent": agent, **state}
+        saved = self._load_checkpoint() if self.resumed else None
+        step = 0
+        if saved is not None:
+            for name, thing in state.items():
+                thing.load_state_dict(saved[name])
+            self._set_own_state(saved["run"])
+            step = saved["run"]["step"]
+            if not getattr(state.get("workers"), "exact_resume", True):
+                print("Not exact: the environments start new episodes, since they run in workers,")
+                print("on a GPU or by Gymnasium. Weights, optimizer and schedules go on as saved.")
+        elif not self.resumed:
+            self._make_folder()
+        self._cut_metrics(step)
+        self._metrics_file = open(self.dir / "metrics.csv", "a", buffering=1)
+        if self._metrics_file.tell() == 0:
+            self._metrics_file.write("step,seconds,tag,value\n")
+        from torch.utils.tensorboard import SummaryWriter  # slow to import; children need it not
+
+        self._tensorboard = SummaryWriter(str(self.dir), purge_step=step or None)
+        self._describe(agent, step)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            try:
+                self._handlers[number] = signal.signal(number, self._on_signal)
+            except ValueError:  # not the main thread
+                break
+        self._evaluator = Evaluator(self.args, agent)
+        for number, snapshot in (saved or {}).get("pending_evaluations", []):
+            self._evaluator.submit(number, snapshot)
+        self._state = state
+        self._bar = tqdm(
+            total=self.args.total_steps,
+            initial=min(step, self.args.total_steps),
+            unit="step",
+            unit_scale=True,
+            mininterval=0.5 if sys.stderr.isatty() else 30,
+            dynamic_ncols=True,
+        )
+        self._began = time.perf_counter() - self.seconds
+        self._warm: tuple[int, float] | None = None  # step and time after the first iteration
+        return step
+
+    def log(self, step: int, metrics: dict[str, Tensor | float]) -> None:
+        """Write metrics {tag: number} to metrics.csv and TensorBoard; UserError at NaN or infinity.
+
+        `charts/SPS` is added: environment steps per second without the first iteration.
+        """
+        self.seconds = time.perf_counter() - self._began
+        tags, values = list(metrics), list(metrics.values())
+        tensors = [
+            torch.as_tensor(value, device=self.device, dtype=torch.float64) for value in values
+        ]
+        values = torch.stack(tensors).tolist()  # one transfer for all
+        for tag, value in zip(tags, values, strict=True):
+            if not math.isfinite(value):
+                self._fail(f"{tag} is {value} at step {step}: training stopped")
+        if self._warm is None:
+            self._warm = (step, self.seconds)
+        elif self.seconds > self._warm[1]:
+            speed = (step - self._warm[0]) / (self.seconds - self._warm[1])
+            tags, values = [*tags, "charts/SPS"], [*values, speed]
+        self._write(step, dict(zip(tags, values, strict=True)))
+        self._bar.update(min(step, self.args.total_steps) - self._bar.n)
+        self._bar.set_postfix_str(f"return {self._shown_return():.0f}", refresh=False)
+
+    def log_episodes(self, step: int, batch: dict[str, Tensor]) -> None:
+        """Log mean return and length of the training episodes that ended in a batch.
+
+        The batch has `done`, `episode_return` and `episode_length`, each (time, env).
+        """
+        done = batch["done"].float()
+        count = done.sum()
+        if count.item():
+            mean_return = (batch["episode_return"] * done).sum() / count
+            mean_length = (batch["episode_length"] * done).sum() / count
+            self.training_return = mean_return.item()
+            self._write(
+                step,
+                {
+                    "charts/episodic_return": self.training_return,
+                    "charts/episodic_length": mean_length.item(),
+                },
+            )
+
+    def evaluate(self, step: int) -> None:
+        """Hand the present policy to the evaluator if one is due; log what it has found by now."""
+        if step >= self.next_evaluation and step < self.args.total_steps:
+            self.next_evaluation = step - step % self.args.eval_every + self.args.eval_every
+            self._evaluator.submit(step, self._snapshot())
+        self._collect_evaluations()
+
+    def checkpoint(self, step: int) -> None:
+        """Save if a checkpoint is due. After SIGINT or SIGTERM: save, say how to resume, exit."""
+        if self._stop_signal:
+            self._save_checkpoint(step)
+            self.close()
+            print(f"\nStopped at step {step}. Go on with:")
+            print(f"    python algos/{self.script}.py --resume {self.dir}")
+            raise SystemExit(128 + self._stop_signal)
+        if step >= self.next_checkpoint:
+            every = self.args.checkpoint_every
+            self.next_checkpoint = step - step % every + every
+            self._save_checkpoint(step)
+
+    def finish(self, step: int) -> Result:
+        """Last checkpoint and evaluation, learning_curve.png, a summary."""
+        self._save_checkpoint(step)
+        self._evaluator.submit(step, self._snapshot())
+        while self._evaluator.busy:
+            self._collect_evaluations(wait=0.2)
+            if self._stop_signal:
+                self.checkpoint(step)
+        self._save_checkpoint(step)  # the evaluations it waited for are no longer pending
+        self.close()
+        self._plot()
+        print(
+            f"\nDone: {step} steps in {self.seconds:.0f} s. Deterministic return over "
+            f"{self.args.eval_episodes} episodes: last {self.last_return:.1f}, "
+            f"best {self.best_return:.1f}.\n"
+            f"Score, watch or film it: python algos/play.py {self.dir}"
+        )
+        return Result(self.dir, step, self.seconds, self.last_return, self.best_return)
+
+    def close(self) -> None:
+        """End the child processes and close the files; safe to call twice."""
+        if self._evaluator is not None:
+            self._evaluator.close()
+        workers = (self._state or {}).get("workers")
+        if workers is not None:
+            workers.close()
+        if getattr(self, "_bar", None) is not None:
+            self._bar.close()
+            self._metrics_file.close()
+            self._quietly("TensorBoard's file", self._tensorboard.close)
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        self._handlers.clear()
+
+    def compile(self, function: Callable) -> Callable:
+        """`function` under torch.compile as --compile says."""
+        if self.args.compile == "none":
+            return function
+        mode = "reduce-overhead" if self.args.compile == "graphs" else "default"
+        return torch.compile(function, mode=mode)
+
+    # Files.
+
+    def _make_folder(self) -> None:
+        try:
+            self.dir.mkdir(parents=True, exist_ok=True)
+            if (self.dir / "args.json").exists():
+                raise UserError(
+                    f"--run-dir {self.dir} holds a run already; resume it (--resume {self.dir}) "
+                    "or name another folder"
+                )
+            content = {"script": self.script, "args": dataclasses.asdict(self.args)}
+            (self.dir / "args.json").write_text(json.dumps(content, indent=2) + "\n")
+        except OSError as error:
+            raise UserError(f"--run-dir {self.dir}: {error.strerror}") from None
+
+    def _describe(self, agent: nn.Module, step: int) -> None:
+        args, count = self.args, sum(p.numel() for p in agent.parameters())
+        device = torch.cuda.get_device_name() if self.device.type == "cuda" else "CPU"
+        cores = args.env_threads or len(os.sched_getaffinity(0))
+        where = f"{args.num_workers} worker processes" if args.num_workers else "this process"
+        print(
+            f"{self.script} on {args.env}: {args.num_envs} environments in {where}, "
+            f"{device}, {cores} simulation threads, {count} parameters, seed {args.seed}\n"
+            f"{'Resumed at step ' + str(step) + ' in' if self.resumed else 'Run folder'} {self.dir}"
+            f"   (curves: tensorboard --logdir {self.dir.parent})",
+            flush=True,
+        )
+
+    def _write(self, step: int, metrics: dict[str, float]) -> None:
+        rows = (f"{step},{self.seconds:.3f},{tag},{value:.8g}\n" for tag, value in metrics.items())
+        self._quietly("metrics.csv", self._metrics_file.write, "".join(rows))
+        for tag, value in metrics.items():
+            self._quietly("TensorBoard's file", self._tensorboard.add_scalar, tag, value, step)
+
+    def _quietly(self, what: str, function: Callable, *arguments: Any) -> bool:
+        """Call a function that writes; a full disk is a warning, once, and training goes on."""
+        try:
+            function(*arguments)
+            self._warned.discard(what)
+            return True
+        except (OSError, RuntimeError, ValueError) as error:
+            if what not in self._warned:
+                self._warned.add(what)
+                tqdm.write(f"Warning: {what} could not be written ({error}); training goes on.")
+            return False
+
+    def _cut_metrics(self, step: int) -> None:
+        """Drop the rows that a killed run wrote after the checkpoint it resumes from."""
+        path = self.dir / "metrics.csv"
+        if not self.resumed or not path.exists():
+            return
+        header, *rows = path.read_text().splitlines(keepends=True) or ["step,seconds,tag,value\n"]
+        complete = (row for row in rows if row.count(",") == 3 and row.endswith("\n"))
+        kept = [row for row in complete if int(row.split(",", 1)[0]) <= step]
+        temporary = path.with_suffix(".csv.tmp")
+        temporary.write_text("".join((header, *kept)))
+        os.replace(temporary, path)
+
+    def _save_checkpoint(self, step: int) -> None:
+        """Write checkpoint.pt so that at every moment a good one exists, and last.pt beside it."""
+        self.seconds = time.perf_counter() - self._began
+        own = {
+            name: getattr(self, name)
+            for name in (
+                *("seconds", "next_evaluation", "next_checkpoint"),
+                *("best_return", "last_return", "training_return"),
+            )
+        }
+        content = {name: thing.state_dict() for name, thing in self._state.items()}
+        content["run"] = {**own, "step": step, "random": torch.get_rng_state()}
+        if self.device.type == "cuda":
+            content["run"]["cuda_random"] = torch.cuda.get_rng_state()
+        content["pending_evaluations"] = list(self._evaluator.pending)
+        self._quietly("checkpoint.pt", _save_atomically, content, self.dir / "checkpoint.pt", True)
+        self._save_policy("last.pt", step, self.last_return, self._snapshot())
+
+    def _set_own_state(self, own: dict[str, Any]) -> None:
+        torch.set_rng_state(own["random"])
+        if "cuda_random" in own:
+            torch.cuda.set_rng_state(own["cuda_random"])
+        for name in own.keys() - {"step", "random", "cuda_random"}:
+            setattr(self, name, own[name])
+
+    def _load_checkpoint(self) -> dict[str, Any] | None:
+        found = False
+        for path in (self.dir / "checkpoint.pt", self.dir / "checkpoint.prev.pt"):
+            if not path.exists():
+                continue
+            found = True
+            content, problem = _load_checked(path)
+            if content is not None:
+                return content
+            print(f"Warning: {path} is damaged ({problem}); trying the one before.", flush=True)
+        if found:
+            raise UserError(
+                f"--resume {self.dir}: no checkpoint in it is intact; nothing was changed"
+            )
+        return None  # killed before the first checkpoint: from the start, with the same seed
+
+    def _save_policy(self, name: str, step: int, mean_return: float, weights: dict) -> None:
+        content = {
+            "script": self.script,
+            "args": dataclasses.asdict(self.args),
+            "step": step,
+            "return": mean_return,
+            "agent": weights,
+        }
+        self._quietly(name, _save_atomically, content, self.dir / name, False)
+
+    def _plot(self) -> None:
+        try:
+            import matplotlib
+
+            matplotlib.use("Agg")
+            from matplotlib import pyplot
+        except ImportError:
+            return
+        figure, axes = pyplot.subplots(figsize=(7, 4))
+        rows = [row.split(",") for row in (self.dir / "metrics.csv").read_text().splitlines()[1:]]
+        for tag, label in (
+            ("charts/episodic_return", "training, with exploration"),
+            ("eval/episodic_return", "evaluation, deterministic"),
+        ):
+            points = sorted((int(row[0]), float(row[3])) for row in rows if row[2] == tag)
+            axes.plot(*zip(*points, strict=True) if points else ([], []), label=label)
+        axes.set(title=f"{self.script} on {self.args.env}", xlabel="steps", ylabel="return")
+        axes.legend()
+        self._quietly("learning_curve.png", figure.savefig, self.dir / "learning_curve.png")
+        pyplot.close(figure)
+
+    # Evaluation, signals, failure.
+
+    def _snapshot(self) -> dict[str, Tensor]:
+        return {k: v.detach().cpu().clone() for k, v in self._state["agent"].state_dict().items()}
+
+    def _collect_evaluations(self, wait: float = 0.0) -> None:
+        try:
+            results = self._evaluator.results(wait)
+        except ChildFailed as failure:
+            self._fail(f"the evaluator {failure}")
+        for step, weights, (mean, std, length) in results:
+            self.last_return = mean
+            self._write(
+                step,
+                {
+                    "eval/episodic_return": mean,
+                    "eval/episodic_return_std": std,
+                    "eval/episodic_length": length,
+                },
+            )
+            if mean > self.best_return:
+                self.best_return = mean
+                self._save_policy("best.pt", step, mean, weights)
+            if step >= self.args.total_steps:
+                self._save_policy("last.pt", step, mean, weights)
+
+    def _shown_return(self) -> float:
+        return self.training_return if math.isnan(self.last_return) else self.last_return
+
+    def _on_signal(self, number: int, frame: Any) -> None:
+        if self._stop_signal or self._state is None:  # asked twice, or nothing to save yet
+            self.close()
+            raise SystemExit(128 + number)
+        self._stop_signal = number
+        tqdm.write("Stopping after this iteration; once more to stop at once, without saving.")
+
+    def _fail(self, message: str) -> None:
+        self.close()
+        good = self.dir / "checkpoint.pt"
+        hint = f"; the last good checkpoint is {good}" if good.exists() else ""
+        raise UserError(f"{message}{hint}") from None
+
+
+# Processes.
+
+
+class ChildFailed(Exception):
+    """A child process died too often, or its code raised an error."""
+
+
+class Child:
+    """A process that runs `function(pipe, *arguments)` and dies with this one.
+
+    It answers every message with one message; an answer ("error", text) is raised as ChildFailed.
+    When it dies it is started again, up to MAX_RESTARTS times, and asked the same again.
+    """
+
+    def __init__(self, function: Callable, *arguments: Any):
+        self._function, self._arguments = function, arguments
+        self._restarts = 0
+        self._question: Any = None
+        self._start()
+
+    def _start(self) -> None:
+        context = torch.multiprocessing.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(
+            target=_child_main,
+            args=(self._function, theirs, os.getpid(), self._restarts, *self._arguments),
+            daemon=True,
+        )
+        self.process.start()
+        theirs.close()  # so that its death is an end of file here
+
+    def ask(self, question: Any) -> None:
+        self._question = question
+        try:
+            self.pipe.send(question)
+        except OSError:  # it is dead: answer() sees the same and starts another
+            pass
+
+    def answer(self, wait: float | None = None) -> Any:
+        """Its answer, or None after `wait` seconds without one (default: as long as it lives)."""
+        while True:
+            try:
+                if not self.pipe.poll(wait):
+                    return None
+                answer = self.pipe.recv()
+            except (EOFError, OSError):
+                self.process.join(5)
+                if self._restarts == MAX_RESTARTS:
+                    raise ChildFailed(
+                        f"process died {MAX_RESTARTS + 1} times (exit code {self.process.exitcode})"
+                    ) from None
+                self._restarts += 1
+                tqdm.write(
+                    f"Warning: a child process died ({self.process.exitcode}); restarting it."
+                )
+                self._start()
+                self.ask(self._question)
+                continue
+            if isinstance(answer, tuple) and answer[0] == "error":
+                raise ChildFailed(f"failed: {answer[1]}")
+            return answer
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
+
+
+def _child_main(
+    function: Callable, pipe: Connection, parent: int, restart: int, *arguments: Any
+) -> None:
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    torch.set_num_threads(1)
+    try:
+        function(pipe, restart, *arguments)
+    except (EOFError, BrokenPipeError):  # the parent is gone
+        pass
+    except BaseException as error:
+        if not isinstance(error, UserError | ValueError):
+            traceback.print_exc()
+        pipe.send(("error", f"{type(error).__name__}: {error}"))
+
+
+class Workers:
+    """The collecting half: envs in this process (num_workers 0) or split over N processes.
+
+    `collect(agent, envs, rollout)` steps `envs` with `agent` and fills the tensors of `rollout`,
+    each (time, env, ...). Worker processes fill their own columns of the same tensors, which then
+    lie in shared memory; `agent` there is a copy that is refreshed before each collection.
+    """
+
+    def __init__(self, run: Run, collect: Callable):
+        self.args, self.device, self._collect = run.args, run.device, collect
+        self._fail = run._fail
+        args = run.args
+        one = dataclasses.replace(args, num_envs=1) if args.num_workers else args
+        device = "cpu" if args.num_workers else run.device
+        self.envs = _make_envs(one, args.seed, device)
+        self.observation_space = self.envs.single_observation_space
+        self.action_space = self.envs.single_action_space
+        self.exact_resume = (
+            not args.num_workers and self.device.type == "cpu" and self.envs.exact_resume
+        )
+        self._children: list[Child] = []
+
+    def start(self, agent: nn.Module, rollout: dict[str, Tensor]) -> None:
+        """Get ready to fill `rollout` by `agent`; both stay the caller's to read and change."""
+        self._agent, self._rollout = agent, rollout
+        if not self.args.num_workers:
+            self.envs.reset()
+            return
+        self.envs.close()
+        self._shared_agent = copy.deepcopy(agent).cpu().share_memory()
+        self._shared = {k: v.cpu().clone().share_memory_() for k, v in rollout.items()}
+        count = self.args.num_workers
+        edges = [self.args.num_envs * i // count for i in range(count + 1)]
+        cores = self.args.env_threads or len(os.sched_getaffinity(0))
+        for index, (low, high) in enumerate(itertools.pairwise(edges)):
+            args = dataclasses.replace(
+                self.args, num_envs=high - low, env_threads=max(1, cores // count)
+            )
+            columns = {k: v[:, low:high] for k, v in self._shared.items()}
+            self._children.append(
+                Child(_worker_main, self._collect, self._shared_agent, columns, args, index)
+            )
+
+    def collect(self) -> dict[str, Tensor]:
+        """The rollout, filled."""
+        if not self._children:
+            self._collect(self._agent, self.envs, self._rollout)
+            return self._rollout
+        _copy_weights(self._agent, self._shared_agent)
+        for child in self._children:
+            child.ask("collect")
+        for index, child in enumerate(self._children):
+            try:
+                child.answer()
+            except ChildFailed as failure:
+                self._fail(f"worker {index} {failure}")
+        for name, tensor in self._rollout.items():
+            tensor.copy_(self._shared[name])
+        return self._rollout
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.envs.state_dict() if self.exact_resume else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state:
+            self.envs.load_state_dict(state)
+
+    def close(self) -> None:
+        for child in self._children:
+            child.close()
+        self._children.clear()
+        self.envs.close()
+
+
+def _worker_main(pipe, restart, collect, agent, columns, args, index) -> None:
+    # every worker, and every successor of one that died, draws its own random numbers
+    seed = args.seed + 1_000_003 * (index + 1) + 7919 * restart
+    torch.manual_seed(seed)
+    envs = _make_envs(args, seed, "cpu")
+    envs.reset()
+    while pipe.recv() == "collect":
+        collect(agent, envs, columns)
+        pipe.send("collected")
+
+
+class Evaluator:
+    """Scores snapshots of the policy in a process of its own, at low priority.
+
+    A snapshot waits in line until the process is free, so the learner neither waits nor changes
+    the weights under it. Its envs and seeds are its own: evaluating changes nothing in training.
+    """
+
+    def __init__(self, args: RunArgs, agent: nn.Module):
+        self._agent = copy.deepcopy(agent).cpu().share_memory()
+        self._child = Child(_evaluator_main, self._agent, args)
+        self._asked = False
+        self.pending: list[tuple[int, dict[str, Tensor]]] = []  # (step, weights), oldest first
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.pending)
+
+    def submit(self, step: int, weights: dict[str, Tensor]) -> None:
+        self.pending.append((step, weights))
+        self._ask_next()
+
+    def results(self, wait: float = 0.0) -> list[tuple[int, dict, tuple[float, float, float]]]:
+        """What it has finished: (step, weights, (mean return, std, mean length)) each."""
+        finished = []
+        while self._asked and (answer := self._child.answer(wait)) is not None:
+            self._asked = False
+            finished.append((*self.pending.pop(0), answer))
+            self._ask_next()
+        return finished
+
+    def _ask_next(self) -> None:
+        if self.pending and not self._asked:
+            step, weights = self.pending[0]
+            self._agent.load_state_dict(weights)
+            self._child.ask(step)
+            self._asked = True
+
+    def close(self) -> None:
+        self._child.close()
+
+
+def _evaluator_main(pipe, restart, agent, args) -> None:
+    os.nice(10)
+    envs = _make_envs(dataclasses.replace(args, num_envs=args.eval_episodes), args.seed, "cpu", 1)
+    while True:
+        step = pipe.recv()
+        # the seed follows from the step: evaluating one snapshot twice gives one result
+        pipe.send(score(agent, envs, seed=(args.seed + 1) * 1_000_000 + step)[:3])
+
+
+@torch.no_grad()
+def score(
+    agent: nn.Module, envs: vec_envs.VecEnv, seed: int
+) -> tuple[float, float, float, list[float]]:
+    """Play one episode in each env -> mean and std of the return, mean length, all returns."""
+    obs, _ = envs.reset(seed=seed)
+    running = torch.ones(envs.num_envs, dtype=torch.bool)
+    returns, lengths = torch.zeros(envs.num_envs), torch.zeros(envs.num_envs)
+    for _ in range(min(envs.max_episode_steps, LONGEST_EVALUATION)):
+        obs, _, terminated, truncated, info = envs.step(agent(obs))
+        returns = torch.where(running, info["episode_return"].float().cpu(), returns)
+        lengths = torch.where(running, info["episode_length"].float().cpu(), lengths)
+        running &= ~(terminated | truncated).cpu()
+        if not running.any():
+            break
+    std = returns.std(correction=0).item()
+    return returns.mean().item(), std, lengths.mean().item(), returns.tolist()
+
+
+# Small things.
+
+
+def _make_envs(
+    args: RunArgs, seed: int, device: torch.device | str, threads: int | None = None
+) -> vec_envs.VecEnv:
+    try:
+        return vec_envs.make(
+            args.env, args.num_envs, device, seed, args.env_threads if threads is None else threads
+        )
+    except ValueError as error:
+        raise UserError(f"--env {args.env}: {error}") from None
+
+
+def _check(args: RunArgs, limits: dict[str, tuple]) -> None:
+    for name, (low, high) in limits.items():
+        value, flag = getattr(args, name), "--" + name.replace("_", "-")
+        if (low is not None and not value >= low) or (high is not None and not value <= high):
+            allowed = f"from {low} to {high}" if high is not None else f"at least {low}"
+            raise UserError(f"{flag} is {value}; allowed is {allowed}")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UserError(f"{flag} is {value}; it must be a finite number")
+
+
+def _saved_args(given: RunArgs, script: str) -> RunArgs:
+    """The arguments in the folder given.resume; only --total-steps may be given anew."""
+    path = Path(given.resume) / "args.json"
+    try:
+        content = json.loads(path.read_text())
+        saved = type(given)(**content["args"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"--resume {given.resume}: {path} cannot be read ({error})") from None
+    if content["script"] != script:
+        raise UserError(
+            f"--resume {given.resume}: that run is of {content['script']}, not {script}"
+        )
+    for field in dataclasses.fields(given):
+        value = getattr(given, field.name)
+        if field.name == "resume" or value in (field.default, getattr(saved, field.name)):
+            continue
+        if field.name != "total_steps":
+            flag = "--" + field.name.replace("_", "-")
+            raise UserError(f"{flag} is {value}, but a resumed run keeps its own; leave it out")
+        saved = dataclasses.replace(saved, total_steps=value)
+    return dataclasses.replace(saved, run_dir=given.resume)
+
+
+def _copy_weights(source: nn.Module, target: nn.Module) -> None:
+    with torch.no_grad():
+        for ours, theirs in zip(
+            source.state_dict().values(), target.state_dict().values(), strict=True
+        ):
+            theirs.copy_(ours)
+
+
+def _save_atomically(content: dict[str, Any], path: Path, keep_previous: bool) -> None:
+    temporary = path.with_suffix(".tmp")
+    try:
+        with open(temporary, "wb") as file:
+            torch.save(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    if keep_previous and path.exists():
+        os.replace(path, path.with_suffix(".prev.pt"))
+    os.replace(temporary, path)
+
+
+def _load_checked(path: Path) -> tuple[Any, str]:
+    """The content of a .pt file, or None and what is wrong with it.
+
+    torch.load notices a truncated file but not a flipped bit; the checksums inside do.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+        if damaged is not None:
+            return None, f"wrong checksum of {damaged}"
+        return torch.load(path, weights_only=True, map_location="cpu"), ""
+    except Exception as error:
+        return None, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
