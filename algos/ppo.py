@@ -193,24 +193,6 @@ class Agent(nn.Module):
         return self.critic(x).squeeze(-1)
 
 
-def empty_rollout(observation_space, action_space, args: Args, device) -> dict[str, Tensor]:
-    """The tensors `collect` fills, each (T, N, ...)."""
-    shape, floats = (args.horizon, args.num_envs), dict(device=device)
-    integers = isinstance(action_space, gymnasium.spaces.Discrete)
-    return {
-        "obs": torch.zeros(*shape, *observation_space.shape, **floats),
-        "action": torch.zeros(
-            *shape, *action_space.shape, dtype=torch.int64 if integers else None, device=device
-        ),
-        "reward": torch.zeros(*shape, **floats),
-        "next_obs": torch.zeros(*shape, *observation_space.shape, **floats),  # true, not the reset
-        "terminated": torch.zeros(*shape, dtype=torch.bool, device=device),
-        "done": torch.zeros(*shape, dtype=torch.bool, device=device),  # terminated or truncated
-        "episode_return": torch.zeros(*shape, **floats),
-        "episode_length": torch.zeros(*shape, dtype=torch.int64, device=device),
-    }
-
-
 @torch.no_grad()
 def collect(agent: Agent, envs: vec_envs.VecEnv, rollout: dict[str, Tensor]) -> None:
     """T steps of the present policy in every env."""
@@ -336,12 +318,11 @@ def train(args: Args) -> Result:
     run = Run(args, __file__, LIMITS)
     args = run.args
     workers = Workers(run, collect)
-    spaces = workers.observation_space, workers.action_space
-    agent = Agent(*spaces, args).to(run.device)
+    agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
     optimizer = torch.optim.Adam(
         agent.parameters(), lr=torch.tensor(args.learning_rate), eps=1e-5, fused=True
     )
-    workers.start(agent, empty_rollout(*spaces, args, run.device))
+    workers.start(agent, args.horizon)
     loss_function = run.compile(minibatch_loss)
     step = run.start(agent=agent, optimizer=optimizer, workers=workers)
 

@@ -5,10 +5,10 @@ A script's `train` reads like this, and nothing happens that is not on one of it
     run = Run(args, __file__, LIMITS)                  # checks the arguments, makes the run folder
     workers = Workers(run, collect)                    # envs, here or in --num-workers processes
     agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
-    workers.start(agent, rollout)                      # rollout: tensors (time, env, ...) to fill
+    workers.start(agent, args.horizon)
     step = run.start(agent=agent, optimizer=optimizer, workers=workers)   # prints, or resumes
     while step < args.total_steps:
-        batch = workers.collect()                      # collect(agent, envs, rollout), everywhere
+        rollout = workers.collect()                    # collect(agent, envs, rollout), everywhere
         ...                                            # the algorithm
         run.log(step, {"losses/value": value_loss})    # metrics.csv, TensorBoard; stops at NaN
         run.evaluate(step)                             # if due, in another process
@@ -38,6 +38,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
 
+import gymnasium
 import torch
 import torch.multiprocessing
 from torch import Tensor, nn
@@ -591,15 +592,36 @@ class Workers:
         )
         self._children: list[Child] = []
 
-    def start(self, agent: nn.Module, rollout: dict[str, Tensor]) -> None:
-        """Get ready to fill `rollout` by `agent`; both stay the caller's to read and change."""
-        self._agent, self._rollout = agent, rollout
+    def start(self, agent: nn.Module, horizon: int, **extra: tuple[int, ...]) -> None:
+        """Get ready to collect `horizon` steps of every env by `agent`.
+
+        The rollout's tensors are (horizon, num_envs, ...): obs, action, reward, next_obs (the true
+        one, at an episode's end not the reset's), terminated, done (terminated or truncated),
+        episode_return, episode_length, and those in `extra`, by the shape of one entry.
+        """
+        numbers = {"obs": self.observation_space.shape, "next_obs": self.observation_space.shape}
+        numbers |= {"reward": (), "episode_return": (), **extra}
+        discrete = isinstance(self.action_space, gymnasium.spaces.Discrete)
+        types = {
+            **dict.fromkeys(numbers, torch.float32),
+            "action": torch.int64 if discrete else torch.float32,
+            **dict.fromkeys(("terminated", "done"), torch.bool),
+            "episode_length": torch.int64,
+        }
+        shapes = {**dict.fromkeys(types, ()), **numbers, "action": self.action_space.shape}
+        self._rollout = {
+            name: torch.zeros(
+                horizon, self.args.num_envs, *shapes[name], dtype=dtype, device=self.device
+            )
+            for name, dtype in types.items()
+        }
+        self._agent = agent
         if not self.args.num_workers:
             self.envs.reset()
             return
         self.envs.close()
         self._shared_agent = copy.deepcopy(agent).cpu().share_memory()
-        self._shared = {k: v.cpu().clone().share_memory_() for k, v in rollout.items()}
+        self._shared = {k: v.cpu().clone().share_memory_() for k, v in self._rollout.items()}
         count = self.args.num_workers
         edges = [self.args.num_envs * i // count for i in range(count + 1)]
         cores = self.args.env_threads or len(os.sched_getaffinity(0))

@@ -1,0 +1,378 @@
+"""Five classic control problems as batched tensors, equal step by step to Gymnasium's environments.
+
+CartPole-v1, Pendulum-v1, Acrobot-v1, MountainCar-v0 and MountainCarContinuous-v0: the same
+equations, constants, distribution of first states, reward, termination, time limit and keyword
+arguments. The random numbers are this project's own, so equal means: from the same state, the same
+actions have the same consequences.
+
+The whole simulator state of an env is one row of `state` (N, state_dim): float64 on a CPU, as in
+Gymnasium (float32 where Gymnasium rounds to it), and float32 on a GPU.
+
+Source: gymnasium/envs/classic_control/*.py, Farama Foundation, MIT licence.
+"""
+
+import math
+
+import gymnasium
+import numpy as np
+import torch
+from gymnasium.spaces import Box, Discrete
+from torch import Tensor
+
+from vec_envs.core import VecEnv
+
+
+class ClassicEnv(VecEnv):
+    """What the five have in common: a state of one row per env, and Gymnasium as the painter."""
+
+    state_names = ("state",)
+    gymnasium_id: str
+    cpu_dtype = torch.float64
+
+    def __init__(
+        self,
+        num_envs: int,
+        device: torch.device | str,
+        seed: int,
+        state_dim: int,
+        single_observation_space: Box,
+        single_action_space: Box | Discrete,
+        max_episode_steps: int,
+    ):
+        super().__init__(
+            type(self).__name__,
+            num_envs,
+            device,
+            seed,
+            single_observation_space,
+            single_action_space,
+            max_episode_steps,
+        )
+        self.dtype = self.cpu_dtype if self.device.type == "cpu" else torch.float32
+        self.state = torch.zeros(num_envs, state_dim, dtype=self.dtype, device=self.device)
+
+    def _initial_state(self) -> Tensor:
+        """A fresh first state for every env -> (N, state_dim)."""
+        raise NotImplementedError
+
+    def _restart(self, mask: Tensor) -> None:
+        # Drawn for all, used by a few: the number of draws must not depend on who is done.
+        self.state = torch.where(mask.unsqueeze(1), self._initial_state(), self.state)
+
+    def _observe(self) -> Tensor:
+        # A copy even where the state is float32 already: whoever normalises an observation in
+        # place must not move the cart.
+        return self.state.to(torch.float32, copy=True)
+
+    def render(self, index: int = 0) -> np.ndarray:
+        """An RGB picture (height, width, 3) uint8 of env `index`, painted by Gymnasium's own env.
+
+        Raises gymnasium.error.DependencyNotInstalled where pygame is missing.
+        """
+        if not hasattr(self, "_painter"):
+            painter = gymnasium.make(self.gymnasium_id, render_mode="rgb_array")
+            painter.reset()  # Pendulum's painter misses an attribute before
+            self._painter = painter.unwrapped
+        self._painter.state = self.state[index].double().cpu().numpy()
+        return self._painter.render()
+
+
+class CartPole(ClassicEnv):
+    """Balance a pole on a cart by pushing the cart to the left or to the right (CartPole-v1).
+
+    Observation (4,): cart position x [m], velocity ẋ [m/s], pole angle θ from upright [rad], θ̇.
+    Action: 0 pushes to the left, 1 to the right, with 10 N.
+    Reward: 1 a step; with `sutton_barto_reward` 0 a step and −1 when the pole falls.
+    Terminates at |x| > 2.4 m or |θ| > 12°; truncated after 500 steps.
+    First state: uniform in ±0.05, all four.
+    Source: Barto, Sutton, Anderson 1983; https://coneural.org/florian/papers/05_cart_pole.pdf.
+    """
+
+    gymnasium_id = "CartPole-v1"
+    gravity = 9.8  # m/s²
+    cart_mass, pole_mass = 1.0, 0.1  # kg
+    half_length = 0.5  # m, from the joint to the pole's centre of mass
+    push = 10.0  # N
+    dt = 0.02  # s
+    max_x, max_angle = 2.4, 12 * 2 * math.pi / 360  # m, rad
+
+    def __init__(
+        self,
+        num_envs: int,
+        device: torch.device | str = "cpu",
+        seed: int = 0,
+        sutton_barto_reward: bool = False,
+    ):
+        self.sutton_barto_reward = sutton_barto_reward
+        # Twice the limits, so that the last observation lies inside too.
+        high = np.array([2 * self.max_x, np.inf, 2 * self.max_angle, np.inf], np.float32)
+        super().__init__(
+            num_envs,
+            device,
+            seed,
+            state_dim=4,
+            single_observation_space=Box(-high, high),
+            single_action_space=Discrete(2),
+            max_episode_steps=500,
+        )
+
+    def _initial_state(self) -> Tensor:
+        return self.uniform(-0.05, 0.05, 4, dtype=self.dtype)
+
+    def _simulate(self, action: Tensor) -> tuple[Tensor, Tensor]:
+        x, x_dot, theta, theta_dot = self.state.unbind(1)  # (N,) each
+        sin, cos = theta.sin(), theta.cos()
+        total_mass = self.cart_mass + self.pole_mass
+        moment = self.pole_mass * self.half_length  # the pole's mass times its lever, kg m
+
+        # θ̈ = (g sin θ − a cos θ) / (l (4/3 − m cos²θ / M)) and ẍ = a − m l θ̈ cos θ / M,
+        # with a = (F + m l θ̇² sin θ) / M: the cart's acceleration but for the pole's reaction θ̈.
+        force = torch.where(action == 1, self.push, -self.push).to(self.dtype)
+        bare_acc = (force + moment * theta_dot**2 * sin) / total_mass
+        theta_acc = (self.gravity * sin - cos * bare_acc) / (
+            self.half_length * (4.0 / 3.0 - self.pole_mass * cos**2 / total_mass)
+        )
+        x_acc = bare_acc - moment * theta_acc * cos / total_mass
+
+        # Explicit Euler: the positions move by the old velocities.
+        x, x_dot = x + self.dt * x_dot, x_dot + self.dt * x_acc
+        theta, theta_dot = theta + self.dt * theta_dot, theta_dot + self.dt * theta_acc
+        self.state = torch.stack((x, x_dot, theta, theta_dot), 1)
+
+        terminated = (x.abs() > self.max_x) | (theta.abs() > self.max_angle)
+        if self.sutton_barto_reward:
+            return torch.where(terminated, -1.0, 0.0), terminated
+        return torch.ones_like(x), terminated
+
+
+class Pendulum(ClassicEnv):
+    """Swing a pendulum up and hold it there, with a motor too weak to lift it (Pendulum-v1).
+
+    Observation (3,): cos θ, sin θ, θ̇ [rad/s]; θ = 0 is upright, θ̇ stays in ±8.
+    Action (1,): torque u in ±2 N m, clipped before it is charged for.
+    Reward: −(θ² + 0.1 θ̇² + 0.001 u²) with θ in [−π, π), of the state before the step.
+    Never terminates; truncated after 200 steps.
+    First state: θ uniform in ±π, θ̇ uniform in ±1. `g` is the gravity [m/s²].
+    """
+
+    gymnasium_id = "Pendulum-v1"
+    mass, length = 1.0, 1.0  # kg, m
+    dt = 0.05  # s
+    max_speed, max_torque = 8.0, 2.0
+
+    def __init__(
+        self, num_envs: int, device: torch.device | str = "cpu", seed: int = 0, g: float = 10.0
+    ):
+        self.g = g
+        high = np.array([1.0, 1.0, self.max_speed], np.float32)
+        super().__init__(
+            num_envs,
+            device,
+            seed,
+            state_dim=2,
+            single_observation_space=Box(-high, high),
+            single_action_space=Box(-self.max_torque, self.max_torque, (1,)),
+            max_episode_steps=200,
+        )
+
+    def _initial_state(self) -> Tensor:
+        theta = self.uniform(-math.pi, math.pi, dtype=self.dtype)
+        return torch.stack((theta, self.uniform(-1.0, 1.0, dtype=self.dtype)), 1)
+
+    def _simulate(self, action: Tensor) -> tuple[Tensor, Tensor]:
+        theta, theta_dot = self.state.unbind(1)  # (N,) each
+        # The torque stays float32 until it meets the state, as in Gymnasium.
+        torque = action.float().squeeze(1).clamp(-self.max_torque, self.max_torque)
+        angle = (theta + math.pi) % (2 * math.pi) - math.pi
+        reward = -(angle**2 + 0.1 * theta_dot**2 + 0.001 * torque**2)
+
+        # θ̈ = 3g/(2l) sin θ + 3/(ml²) u: a rod turning about its end. Semi-implicit Euler.
+        theta_acc = (
+            3 * self.g / (2 * self.length) * theta.sin()
+            + 3.0 / (self.mass * self.length**2) * torque
+        )
+        theta_dot = (theta_dot + theta_acc * self.dt).clamp(-self.max_speed, self.max_speed)
+        self.state = torch.stack((theta + theta_dot * self.dt, theta_dot), 1)
+        return reward, torch.zeros_like(theta, dtype=torch.bool)
+
+    def _observe(self) -> Tensor:
+        theta, theta_dot = self.state.unbind(1)
+        return torch.stack((theta.cos(), theta.sin(), theta_dot), 1).float()  # (N, 3)
+
+
+class Acrobot(ClassicEnv):
+    """Swing the end of a two-link chain above a line by turning its middle joint (Acrobot-v1).
+
+    Observation (6,): cos θ₁, sin θ₁, cos θ₂, sin θ₂, θ̇₁, θ̇₂ [rad/s]; θ₁ = 0 hangs down, θ₂ is
+    relative to the first link; the velocities stay in ±4π and ±9π.
+    Action: 0, 1, 2 are the torques −1, 0, 1 N m on the joint between the links.
+    Reward: −1 a step, 0 on reaching the goal.
+    Terminates where −cos θ₁ − cos(θ₁ + θ₂) > 1; truncated after 500 steps.
+    First state: uniform in ±0.1, all four.
+    Source: Sutton 1996 with the equations of Sutton and Barto's book; RLPy's implementation.
+    """
+
+    gymnasium_id = "Acrobot-v1"
+    gravity = 9.8  # m/s²
+    mass_1, mass_2 = 1.0, 1.0  # kg
+    length_1 = 1.0  # m
+    center_1, center_2 = 0.5, 0.5  # m, from a link's joint to its centre of mass
+    inertia_1, inertia_2 = 1.0, 1.0  # kg m²
+    dt = 0.2  # s
+    max_speed_1, max_speed_2 = 4 * math.pi, 9 * math.pi
+
+    def __init__(self, num_envs: int, device: torch.device | str = "cpu", seed: int = 0):
+        high = np.array([1.0, 1.0, 1.0, 1.0, self.max_speed_1, self.max_speed_2], np.float32)
+        super().__init__(
+            num_envs,
+            device,
+            seed,
+            state_dim=4,
+            single_observation_space=Box(-high, high),
+            single_action_space=Discrete(3),
+            max_episode_steps=500,
+        )
+
+    def _initial_state(self) -> Tensor:
+        return self.uniform(-0.1, 0.1, 4, dtype=self.dtype)
+
+    def _derivative(self, state: Tensor, torque: Tensor) -> Tensor:
+        """d state / dt (N, 4) under the torque (N,) on the middle joint."""
+        theta_1, theta_2, speed_1, speed_2 = state.unbind(1)
+        m_1, m_2, g = self.mass_1, self.mass_2, self.gravity
+        l_1, c_1, c_2 = self.length_1, self.center_1, self.center_2
+        sin_2, cos_2 = theta_2.sin(), theta_2.cos()
+
+        # The two equations of motion, of the shoulder (no torque) and of the middle joint (τ):
+        #   d₁ θ̈₁ + d₂ θ̈₂ + φ₁ = 0
+        #   d₂ θ̈₁ + (m₂ c₂² + I₂) θ̈₂ + m₂ l₁ c₂ θ̇₁² sin θ₂ + φ₂ = τ
+        # with inertias d, and gravity and the links' pull on each other in φ; solved for θ̈₂, θ̈₁.
+        d_1 = (
+            m_1 * c_1**2
+            + m_2 * (l_1**2 + c_2**2 + 2 * l_1 * c_2 * cos_2)
+            + self.inertia_1
+            + self.inertia_2
+        )
+        d_2 = m_2 * (c_2**2 + l_1 * c_2 * cos_2) + self.inertia_2
+        phi_2 = m_2 * c_2 * g * (theta_1 + theta_2 - math.pi / 2).cos()
+        phi_1 = (
+            -m_2 * l_1 * c_2 * speed_2**2 * sin_2
+            - 2 * m_2 * l_1 * c_2 * speed_2 * speed_1 * sin_2
+            + (m_1 * c_1 + m_2 * l_1) * g * (theta_1 - math.pi / 2).cos()
+            + phi_2
+        )
+        acceleration_2 = (
+            torque + d_2 / d_1 * phi_1 - m_2 * l_1 * c_2 * speed_1**2 * sin_2 - phi_2
+        ) / (m_2 * c_2**2 + self.inertia_2 - d_2**2 / d_1)
+        acceleration_1 = -(d_2 * acceleration_2 + phi_1) / d_1
+        return torch.stack((speed_1, speed_2, acceleration_1, acceleration_2), 1)
+
+    def _simulate(self, action: Tensor) -> tuple[Tensor, Tensor]:
+        torque = action.to(self.dtype) - 1  # (N,); cast first, an unsigned 0 has no predecessor
+        # One step of the classical Runge-Kutta method of fourth order.
+        k_1 = self._derivative(self.state, torque)
+        k_2 = self._derivative(self.state + self.dt / 2 * k_1, torque)
+        k_3 = self._derivative(self.state + self.dt / 2 * k_2, torque)
+        k_4 = self._derivative(self.state + self.dt * k_3, torque)
+        state = self.state + self.dt / 6 * (k_1 + 2 * k_2 + 2 * k_3 + k_4)
+
+        theta_1, theta_2 = wrap(state[:, 0]), wrap(state[:, 1])
+        speed_1 = state[:, 2].clamp(-self.max_speed_1, self.max_speed_1)
+        speed_2 = state[:, 3].clamp(-self.max_speed_2, self.max_speed_2)
+        self.state = torch.stack((theta_1, theta_2, speed_1, speed_2), 1)
+
+        terminated = -theta_1.cos() - (theta_2 + theta_1).cos() > 1.0
+        return torch.where(terminated, 0.0, -1.0), terminated
+
+    def _observe(self) -> Tensor:
+        theta_1, theta_2, speed_1, speed_2 = self.state.unbind(1)
+        parts = theta_1.cos(), theta_1.sin(), theta_2.cos(), theta_2.sin(), speed_1, speed_2
+        return torch.stack(parts, 1).float()  # (N, 6)
+
+
+def wrap(angle: Tensor) -> Tensor:
+    """`angle` less its whole turns; within ±π it is not touched, not even by rounding."""
+    return angle - 2 * math.pi * (angle / (2 * math.pi)).round()
+
+
+class MountainCar(ClassicEnv):
+    """Rock a weak car in a valley until it gets up the right hill (MountainCar-v0).
+
+    Observation (2,): position in [−1.2, 0.6], velocity in ±0.07 a step.
+    Action: 0 accelerates to the left, 1 not at all, 2 to the right.
+    Reward: −1 a step.
+    Terminates at position ≥ 0.5 with velocity ≥ `goal_velocity`; truncated after 200 steps.
+    First state: position uniform in [−0.6, −0.4], at rest.
+    Source: Moore 1990, Sutton's code.
+    """
+
+    gymnasium_id = "MountainCar-v0"
+    power, gravity = 0.001, 0.0025
+    min_position, max_position, max_speed = -1.2, 0.6, 0.07
+    goal_position = 0.5
+    time_limit = 200  # steps
+    continuous = False
+
+    def __init__(
+        self,
+        num_envs: int,
+        device: torch.device | str = "cpu",
+        seed: int = 0,
+        goal_velocity: float = 0.0,
+    ):
+        self.goal_velocity = goal_velocity
+        low = np.array([self.min_position, -self.max_speed], np.float32)
+        high = np.array([self.max_position, self.max_speed], np.float32)
+        super().__init__(
+            num_envs,
+            device,
+            seed,
+            state_dim=2,
+            single_observation_space=Box(low, high),
+            single_action_space=Box(-1.0, 1.0, (1,)) if self.continuous else Discrete(3),
+            max_episode_steps=self.time_limit,
+        )
+
+    def _initial_state(self) -> Tensor:
+        position = self.uniform(-0.6, -0.4, dtype=self.dtype)
+        return torch.stack((position, torch.zeros_like(position)), 1)
+
+    def _drive(self, throttle: Tensor) -> Tensor:
+        """One step with `throttle` (N,) in [−1, 1] -> terminated (N,)."""
+        position, velocity = self.state.unbind(1)
+        # v ← v + power · throttle − gravity · cos 3x, then x ← x + v; the hill's height is sin 3x.
+        # The cosine in double precision, as Gymnasium takes it even where all else is float32.
+        slope = (self.gravity * (3 * position).double().cos()).to(self.dtype)
+        velocity = velocity + (throttle * self.power - slope)
+        velocity = velocity.clamp(-self.max_speed, self.max_speed)
+        position = (position + velocity).clamp(self.min_position, self.max_position)
+        # The wall on the left stops the car, without bouncing.
+        velocity = torch.where((position == self.min_position) & (velocity < 0), 0.0, velocity)
+        self.state = torch.stack((position, velocity), 1)
+        return (position >= self.goal_position) & (velocity >= self.goal_velocity)
+
+    def _simulate(self, action: Tensor) -> tuple[Tensor, Tensor]:
+        terminated = self._drive(action.to(self.dtype) - 1)
+        return torch.full_like(terminated, -1.0, dtype=torch.float32), terminated
+
+
+class MountainCarContinuous(MountainCar):
+    """The same valley with a continuous throttle that costs energy (MountainCarContinuous-v0).
+
+    Observation (2,): as MountainCar. First state: as MountainCar.
+    Action (1,): throttle in ±1; the engine clips it, the bill does not.
+    Reward: −0.1 · throttle² a step, as the action was given, and +100 on reaching the goal.
+    Terminates at position ≥ 0.45 with velocity ≥ `goal_velocity`; truncated after 999 steps.
+    """
+
+    gymnasium_id = "MountainCarContinuous-v0"
+    power = 0.0015
+    goal_position = 0.45
+    time_limit = 999
+    continuous = True
+    cpu_dtype = torch.float32  # Gymnasium rounds this one's state to float32 after every step
+
+    def _simulate(self, action: Tensor) -> tuple[Tensor, Tensor]:
+        action = action.float().squeeze(1)  # (N,)
+        terminated = self._drive(action.clamp(-1.0, 1.0))
+        return torch.where(terminated, 100.0, 0.0) - 0.1 * action**2, terminated
