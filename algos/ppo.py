@@ -72,18 +72,9 @@ class Args(RunArgs):
 
 
 LIMITS = {
-    "horizon": (1, 100_000),
-    "learning_rate": (0, 1),
-    "target_kl": (1e-6, 10),
-    "epochs": (1, 1000),
-    "minibatch_size": (1, None),
-    "discount": (0, 1),
-    "gae_lambda": (0, 1),
-    "clip": (0, 10),
-    "value_coef": (0, 1e6),
-    "entropy_coef": (0, 1e6),
-    "max_grad_norm": (1e-9, 1e9),
-    "hidden_size": (1, 65_536),
+    **dict.fromkeys(("horizon", "epochs", "minibatch_size", "hidden_size"), (1, None)),
+    **dict.fromkeys(("discount", "gae_lambda"), (0, 1)),
+    **dict.fromkeys(("target_kl", "max_grad_norm"), (1e-9, None)),
     "initial_log_std": (-10, 10),
 }
 
@@ -184,8 +175,9 @@ class Agent(nn.Module):
             log_probs = output.log_softmax(-1)
             log_prob = log_probs.gather(-1, action.unsqueeze(-1)).squeeze(-1)
             return log_prob, -(log_probs.exp() * log_probs).sum(-1)
-        z = (action - output) * (-self.log_std).exp()
-        normalization = (self.log_std + 0.5 * math.log(2 * math.pi)).sum()
+        log_std = self.log_std
+        z = (action - output) * (-log_std).exp()
+        normalization = (log_std + 0.5 * math.log(2 * math.pi)).sum()
         log_prob = -0.5 * z.square().sum(-1) - normalization
         return log_prob, (normalization + 0.5 * z.shape[-1]).expand_as(log_prob)
 
@@ -279,8 +271,8 @@ def minibatch_loss(agent: Agent, batch: dict[str, Tensor], args: Args) -> tuple[
     return total, losses
 
 
-def update(agent: Agent, optimizer, rollout: dict[str, Tensor], loss_function, args: Args) -> dict:
-    """Some epochs of minibatch gradient steps -> mean of each logged quantity, as tensors."""
+def update(agent: Agent, optimizer, rollout, loss_function, args: Args) -> dict[str, Tensor]:
+    """Some epochs of minibatch gradient steps -> mean of each logged quantity."""
     batch = prepare(agent, rollout, args)
     size, device = len(batch["obs"]), batch["obs"].device
     sums: dict[str, Tensor] = {}

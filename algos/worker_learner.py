@@ -112,7 +112,8 @@ class Result:
 class Run:
     """One training run: its arguments, folder, logs, evaluations and checkpoints.
 
-    `limits` maps an argument's name to the (smallest, largest) value allowed, None for no bound.
+    `limits` maps an argument's name to the (smallest, largest) value allowed, None for no bound;
+    a number that is not in it must be 0 or more.
     Raises UserError, before anything is written, for arguments that cannot be.
     """
 
@@ -592,10 +593,10 @@ class Workers:
         )
         self._children: list[Child] = []
 
-    def start(self, agent: nn.Module, horizon: int, **extra: tuple[int, ...]) -> None:
-        """Get ready to collect `horizon` steps of every env by `agent`.
+    def start(self, agent: nn.Module, horizon: int, **extra: tuple[int, ...]) -> dict[str, Tensor]:
+        """Get ready to collect `horizon` steps of every env by `agent` -> the empty rollout.
 
-        The rollout's tensors are (horizon, num_envs, ...): obs, action, reward, next_obs (the true
+        Its tensors are (horizon, num_envs, ...): obs, action, reward, next_obs (the true
         one, at an episode's end not the reset's), terminated, done (terminated or truncated),
         episode_return, episode_length, and those in `extra`, by the shape of one entry.
         """
@@ -618,7 +619,7 @@ class Workers:
         self._agent = agent
         if not self.args.num_workers:
             self.envs.reset()
-            return
+            return self._rollout
         self.envs.close()
         self._shared_agent = copy.deepcopy(agent).cpu().share_memory()
         self._shared = {k: v.cpu().clone().share_memory_() for k, v in self._rollout.items()}
@@ -633,6 +634,7 @@ class Workers:
             self._children.append(
                 Child(_worker_main, self._collect, self._shared_agent, columns, args, index)
             )
+        return self._rollout
 
     def collect(self) -> dict[str, Tensor]:
         """The rollout, filled."""
@@ -760,8 +762,12 @@ def _make_envs(
 
 
 def _check(args: RunArgs, limits: dict[str, tuple]) -> None:
-    for name, (low, high) in limits.items():
-        value, flag = getattr(args, name), "--" + name.replace("_", "-")
+    for field in dataclasses.fields(args):
+        name, value = field.name, getattr(args, field.name)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        low, high = limits.get(name, (0, None))
+        flag = "--" + name.replace("_", "-")
         if (low is not None and not value >= low) or (high is not None and not value <= high):
             allowed = f"from {low} to {high}" if high is not None else f"at least {low}"
             raise UserError(f"{flag} is {value}; allowed is {allowed}")

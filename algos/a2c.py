@@ -1,0 +1,291 @@
+"""Advantage actor-critic (A2C): one gradient step of the policy gradient on each short rollout.
+
+Mnih et al. 2016, arXiv:1602.01783, its synchronous form. With the advantage Â_t,
+
+    L(θ) = − E[ Â_t log π_θ(a_t|s_t) ] + c_V ½ E[ (V(s_t) − R_t)² ] − c_H E[ H(π(·|s_t)) ]
+
+    python algos/a2c.py --env Ant            continuous actions (Box)
+    python algos/a2c.py --env CartPole       discrete actions
+
+What makes it work, each where it stands:
+- `gae`: a truncated episode bootstraps from the value of its true last observation, a terminated
+  one does not; the trace is cut at both.
+- `Normalizer`, `RewardScaler`: running statistics, buffers of the agent, so they are saved with it,
+  frozen at evaluation, and fixed within an iteration.
+- `update`: advantages normalised, nothing read back from the device inside; learning rate annealed.
+- `Agent`: orthogonal weights, a nearly silent last layer, a standard deviation that does not depend
+  on the state.
+
+A rollout is used once and thrown away; ppo.py shows how to take several steps on it.
+"""
+
+import math
+from dataclasses import dataclass
+
+import gymnasium
+import torch
+import tyro
+from torch import Tensor, nn
+
+import vec_envs
+from algos.worker_learner import Result, Run, RunArgs, Workers
+
+
+@dataclass
+class Args(RunArgs):
+    """A2C on any environment of vec_envs."""
+
+    total_steps: int = 4_000_000
+    """how many environment steps to train for"""
+    horizon: int = 8
+    """steps of each environment in a rollout"""
+    learning_rate: float = 1e-3
+    """of Adam, for actor and critic"""
+    anneal: bool = True
+    """lower the learning rate linearly to zero"""
+    discount: float = 0.99
+    """γ"""
+    gae_lambda: float = 0.95
+    """λ of the advantage estimator: 0 trusts the critic, 1 the returns"""
+    value_coef: float = 0.5
+    """c_V, weight of the value loss"""
+    entropy_coef: float = 0.0
+    """c_H, weight of the entropy bonus"""
+    max_grad_norm: float = 0.5
+    """gradients longer than this are shortened to it"""
+    hidden_size: int = 64
+    """width of the two hidden layers of actor and critic"""
+    initial_log_std: float = 0.0
+    """logarithm of the first standard deviation, in units of half the action range"""
+
+
+LIMITS = {
+    **dict.fromkeys(("horizon", "hidden_size"), (1, None)),
+    **dict.fromkeys(("discount", "gae_lambda"), (0, 1)),
+    "max_grad_norm": (1e-9, None),
+    "initial_log_std": (-10, 10),
+}
+
+
+class Normalizer(nn.Module):
+    """Observations with mean 0 and variance 1, by the statistics of all that was seen."""
+
+    def __init__(self, size: int):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(size))
+        self.register_buffer("var", torch.ones(size))
+        self.register_buffer("count", torch.tensor(0.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ((x - self.mean) * torch.rsqrt(self.var + 1e-8)).clamp(-10, 10)
+
+    def update(self, x: Tensor) -> None:
+        """Take in a batch x (B, size); Chan's formula for the variance of a union."""
+        x = x.reshape(-1, x.shape[-1])
+        var, mean = torch.var_mean(x, 0, correction=0)
+        total = self.count + len(x)
+        share = len(x) / total
+        difference = mean - self.mean
+        self.mean += difference * share
+        self.var += (var - self.var) * share + difference.square() * share * (1 - share)
+        self.count.copy_(total)
+
+
+class RewardScaler(nn.Module):
+    """Rewards divided by the standard deviation of the discounted return, G ← γ G + r."""
+
+    def __init__(self, num_envs: int, discount: float):
+        super().__init__()
+        self.discount = discount
+        self.register_buffer("discounted_return", torch.zeros(num_envs))
+        self.statistics = Normalizer(1)
+
+    def forward(self, reward: Tensor, done: Tensor) -> Tensor:  # both (T, N)
+        returns = torch.empty_like(reward)
+        for t in range(len(reward)):
+            self.discounted_return.mul_(self.discount).add_(reward[t])
+            returns[t] = self.discounted_return
+            self.discounted_return.masked_fill_(done[t], 0)
+        self.statistics.update(returns.unsqueeze(-1))
+        return (reward * torch.rsqrt(self.statistics.var + 1e-8)).clamp(-10, 10)
+
+
+def mlp(inputs: int, hidden: int, outputs: int, last_gain: float) -> nn.Sequential:
+    """inputs → hidden → hidden → outputs, tanh, orthogonal weights."""
+    layers = [nn.Linear(inputs, hidden), nn.Linear(hidden, hidden), nn.Linear(hidden, outputs)]
+    for layer, gain in zip(layers, (math.sqrt(2), math.sqrt(2), last_gain), strict=True):
+        nn.init.orthogonal_(layer.weight, gain)
+        nn.init.zeros_(layer.bias)
+    return nn.Sequential(layers[0], nn.Tanh(), layers[1], nn.Tanh(), layers[2])
+
+
+class Agent(nn.Module):
+    """Actor and critic. forward: observation (N, obs_dim) → the environment's action, no noise.
+
+    Continuous: a Gaussian around actor(s) in units where the action range is [−1, 1]; what leaves
+    the range is clipped on its way to the environment only. Discrete: actor(s) are logits.
+    """
+
+    def __init__(self, observation_space, action_space, args: Args):
+        super().__init__()
+        obs_dim = observation_space.shape[0]
+        self.discrete = isinstance(action_space, gymnasium.spaces.Discrete)
+        outputs = int(action_space.n) if self.discrete else action_space.shape[0]
+        self.normalizer = Normalizer(obs_dim)
+        self.reward_scaler = RewardScaler(args.num_envs, args.discount)
+        self.actor = mlp(obs_dim, args.hidden_size, outputs, last_gain=0.01)
+        self.critic = mlp(obs_dim, args.hidden_size, 1, last_gain=1.0)
+        if not self.discrete:
+            self.log_std = nn.Parameter(torch.full((outputs,), args.initial_log_std))
+            low, high = torch.tensor(action_space.low), torch.tensor(action_space.high)
+            self.register_buffer("action_center", (high + low) / 2)
+            self.register_buffer("action_scale", (high - low) / 2)
+
+    def forward(self, obs: Tensor) -> Tensor:
+        output = self.actor(self.normalizer(obs))
+        return output.argmax(-1) if self.discrete else self.to_env(output)
+
+    def to_env(self, action: Tensor) -> Tensor:
+        if self.discrete:
+            return action
+        return self.action_center + self.action_scale * action.clamp(-1, 1)
+
+    def sample(self, obs: Tensor) -> Tensor:
+        output = self.actor(self.normalizer(obs))
+        if self.discrete:  # argmax of logits plus Gumbel noise is a draw from the softmax
+            return (output - torch.empty_like(output).exponential_().log()).argmax(-1)
+        return output + self.log_std.exp() * torch.randn_like(output)
+
+    def log_prob_entropy(self, x: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
+        """log π(a|s) and the entropy of π(·|s), each (...), for normalised observations x."""
+        output = self.actor(x)
+        if self.discrete:
+            log_probs = output.log_softmax(-1)
+            log_prob = log_probs.gather(-1, action.unsqueeze(-1)).squeeze(-1)
+            return log_prob, -(log_probs.exp() * log_probs).sum(-1)
+        log_std = self.log_std
+        z = (action - output) * (-log_std).exp()
+        normalization = (log_std + 0.5 * math.log(2 * math.pi)).sum()
+        log_prob = -0.5 * z.square().sum(-1) - normalization
+        return log_prob, (normalization + 0.5 * z.shape[-1]).expand_as(log_prob)
+
+    def value(self, x: Tensor) -> Tensor:  # (..., obs_dim) -> (...)
+        return self.critic(x).squeeze(-1)
+
+
+@torch.no_grad()
+def collect(agent: Agent, envs: vec_envs.VecEnv, rollout: dict[str, Tensor]) -> None:
+    """T steps of the present policy in every env."""
+    for t in range(len(rollout["obs"])):
+        obs = envs.obs
+        action = agent.sample(obs)
+        _, reward, terminated, truncated, info = envs.step(agent.to_env(action))
+        rollout["obs"][t] = obs
+        rollout["action"][t] = action
+        rollout["reward"][t] = reward
+        rollout["next_obs"][t] = info["final_obs"]
+        rollout["terminated"][t] = terminated
+        rollout["done"][t] = terminated | truncated
+        rollout["episode_return"][t] = info["episode_return"]
+        rollout["episode_length"][t] = info["episode_length"]
+
+
+def gae(reward, value, next_value, terminated, done, args: Args) -> Tensor:
+    """Generalised advantage estimation (Schulman 2016, arXiv:1506.02438), all (T, N).
+
+    δ_t = r_t + γ (1 − terminated_t) V(s'_t) − V(s_t)      s'_t: the true next observation
+    Â_t = δ_t + γ λ (1 − done_t) Â_{t+1}
+    """
+    delta = reward + args.discount * next_value * ~terminated - value
+    decay = args.discount * args.gae_lambda * ~done
+    advantage, following = torch.empty_like(delta), torch.zeros_like(delta[0])
+    for t in reversed(range(len(delta))):
+        following = delta[t] + decay[t] * following
+        advantage[t] = following
+    return advantage
+
+
+def policy_loss(log_prob: Tensor, advantage: Tensor) -> Tensor:
+    """− E[ Â log π(a|s) ]"""
+    return -(log_prob * advantage).mean()
+
+
+def value_loss(value: Tensor, returns: Tensor) -> Tensor:
+    """½ E[ (V − R)² ]"""
+    return 0.5 * (value - returns).square().mean()
+
+
+@torch.no_grad()
+def prepare(agent: Agent, rollout: dict[str, Tensor], args: Args) -> dict[str, Tensor]:
+    """What the loss needs of each transition, (T·N, ...)."""
+    obs = agent.normalizer(rollout["obs"])
+    value, next_value = agent.value(obs), agent.value(agent.normalizer(rollout["next_obs"]))
+    done = rollout["done"]
+    reward = agent.reward_scaler(rollout["reward"], done)
+    advantage = gae(reward, value, next_value, rollout["terminated"], done, args)
+    batch = {
+        "obs": obs,
+        "action": rollout["action"],
+        "advantage": advantage,
+        "returns": advantage + value,
+    }
+    return {name: tensor.flatten(0, 1) for name, tensor in batch.items()}
+
+
+def batch_loss(agent: Agent, batch: dict[str, Tensor], args: Args) -> tuple[Tensor, dict]:
+    """The loss of a rollout, and what to log of it."""
+    log_prob, entropy = agent.log_prob_entropy(batch["obs"], batch["action"])
+    advantage = batch["advantage"]
+    advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+    losses = {
+        "policy": policy_loss(log_prob, advantage),
+        "value": value_loss(agent.value(batch["obs"]), batch["returns"]),
+        "entropy": entropy.mean(),
+    }
+    total = (
+        losses["policy"] + args.value_coef * losses["value"] - args.entropy_coef * losses["entropy"]
+    )
+    return total, losses
+
+
+def update(agent: Agent, optimizer, rollout, loss_function, args: Args) -> dict[str, Tensor]:
+    """One gradient step -> each logged quantity."""
+    batch = prepare(agent, rollout, args)
+    loss, losses = loss_function(agent, batch, args)
+    optimizer.zero_grad(set_to_none=True)
+    loss.backward()
+    losses["gradient_norm"] = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
+    optimizer.step()
+    agent.normalizer.update(rollout["obs"])  # last, so that all of the above saw one normaliser
+    return {name: value.detach() for name, value in losses.items()}
+
+
+def train(args: Args) -> Result:
+    run = Run(args, __file__, LIMITS)
+    args = run.args
+    workers = Workers(run, collect)
+    agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
+    optimizer = torch.optim.Adam(
+        agent.parameters(), lr=torch.tensor(args.learning_rate), eps=1e-5, fused=True
+    )
+    workers.start(agent, args.horizon)
+    loss_function = run.compile(batch_loss)
+    step = run.start(agent=agent, optimizer=optimizer, workers=workers)
+
+    while step < args.total_steps:
+        if args.anneal:
+            left = 1 - step / args.total_steps
+            optimizer.param_groups[0]["lr"].fill_(args.learning_rate * left)
+        rollout = workers.collect()
+        step += args.horizon * args.num_envs
+        losses = update(agent, optimizer, rollout, loss_function, args)
+
+        run.log_episodes(step, rollout)
+        run.log(step, {f"losses/{name}": value for name, value in losses.items()})
+        run.evaluate(step)
+        run.checkpoint(step)
+    return run.finish(step)
+
+
+if __name__ == "__main__":
+    train(tyro.cli(Args))

@@ -1,0 +1,404 @@
+"""PPO with the Hamiltonian term (H-term): ppo.py plus a memory of energy that is left unused.
+
+Unroll the Bellman equation and read each (state, action) as a spin: H(π) is minus the expected
+K-step return, and the policy of minimal energy is the one with the largest return (Liu & Fang 2020;
+Liu, Li, Wu, Wang 2023, "Stationary Deep RL with Quantum K-spin Hamiltonian Regularization"). Their
+Algorithm 1 keeps trajectories in a second memory and lifts the log-probability of the best. With
+the critic as the baseline, "best" means better than expected now:
+
+    memory   the last M rollouts, each step (s, a, R), R = λ-return, a bootstrapped K-step chain
+    E(s,a) = max(0, R − V_θ(s))                        energy the present policy leaves unused
+    L_H    = − mean[ min(E/Ē, 3) σ̄² log π_θ(a|s) ] + 0.05 mean[ E² ]      (s,a) drawn ∝ E
+    L      = L_PPO + λ L_H
+
+Ē is the mean of the positive E; σ is not differentiated, and σ̄² (its mean square) makes the step
+of the mean independent of it. L_H is exactly zero when nothing in memory beats the critic, and with
+λ = 0 the run is ppo.py's, bit for bit. It is self-imitation learning (Oh, Guo, Singh, Lee 2018,
+arXiv:1806.05635) seen from the Hamiltonian's side: a one-sided bound, not an estimator of the
+policy gradient, biased towards lucky outcomes where the environment is random.
+
+    python algos/ppo_hterm.py --env Ant            `diff algos/ppo.py algos/ppo_hterm.py`: the lesson
+
+The chain form and the published one are in ppo_hterm_variants.py, with what was tried.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import gymnasium
+import torch
+import tyro
+from torch import Tensor, nn
+
+import vec_envs
+from algos.worker_learner import Result, Run, RunArgs, Workers
+
+
+@dataclass
+class Args(RunArgs):
+    """PPO with the H-term on any environment of vec_envs."""
+
+    total_steps: int = 4_000_000
+    """how many environment steps to train for"""
+    horizon: int = 64
+    """steps of each environment in a rollout"""
+    learning_rate: float = 1e-3
+    """of Adam, for actor and critic"""
+    learning_rate_schedule: Literal["anneal", "adaptive", "constant"] = "anneal"
+    """anneal: linearly to zero; adaptive: by the KL divergence towards --target-kl"""
+    target_kl: float = 0.01
+    """what the adaptive schedule steers to"""
+    epochs: int = 5
+    """passes over each rollout"""
+    minibatch_size: int = 1024
+    """transitions of one gradient step"""
+    discount: float = 0.99
+    """γ"""
+    gae_lambda: float = 0.95
+    """λ of the advantage estimator: 0 trusts the critic, 1 the returns"""
+    clip: float = 0.2
+    """ε: how far the probability ratio may leave 1 before its gradient stops"""
+    clip_value: bool = False
+    """also clip the change of the value"""
+    value_coef: float = 0.5
+    """c_V, weight of the value loss"""
+    entropy_coef: float = 0.0
+    """c_H, weight of the entropy bonus"""
+    max_grad_norm: float = 0.5
+    """gradients longer than this are shortened to it"""
+    hidden_size: int = 64
+    """width of the two hidden layers of actor and critic"""
+    initial_log_std: float = 0.0
+    """logarithm of the first standard deviation, in units of half the action range"""
+    hterm_coef: float = 0.5
+    """λ, weight of the H-term (0: ppo.py)"""
+    hterm_memory: int = 16
+    """M, rollouts in the memory"""
+
+
+LIMITS = {
+    **dict.fromkeys(("horizon", "epochs", "minibatch_size", "hidden_size"), (1, None)),
+    **dict.fromkeys(("discount", "gae_lambda"), (0, 1)),
+    **dict.fromkeys(("target_kl", "max_grad_norm"), (1e-9, None)),
+    "initial_log_std": (-10, 10),
+    "hterm_memory": (1, None),
+}
+
+
+class Normalizer(nn.Module):
+    """Observations with mean 0 and variance 1, by the statistics of all that was seen."""
+
+    def __init__(self, size: int):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(size))
+        self.register_buffer("var", torch.ones(size))
+        self.register_buffer("count", torch.tensor(0.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ((x - self.mean) * torch.rsqrt(self.var + 1e-8)).clamp(-10, 10)
+
+    def update(self, x: Tensor) -> None:
+        """Take in a batch x (B, size); Chan's formula for the variance of a union."""
+        x = x.reshape(-1, x.shape[-1])
+        var, mean = torch.var_mean(x, 0, correction=0)
+        total = self.count + len(x)
+        share = len(x) / total
+        difference = mean - self.mean
+        self.mean += difference * share
+        self.var += (var - self.var) * share + difference.square() * share * (1 - share)
+        self.count.copy_(total)
+
+
+class RewardScaler(nn.Module):
+    """Rewards divided by the standard deviation of the discounted return, G ← γ G + r."""
+
+    def __init__(self, num_envs: int, discount: float):
+        super().__init__()
+        self.discount = discount
+        self.register_buffer("discounted_return", torch.zeros(num_envs))
+        self.statistics = Normalizer(1)
+
+    def forward(self, reward: Tensor, done: Tensor) -> Tensor:  # both (T, N)
+        returns = torch.empty_like(reward)
+        for t in range(len(reward)):
+            self.discounted_return.mul_(self.discount).add_(reward[t])
+            returns[t] = self.discounted_return
+            self.discounted_return.masked_fill_(done[t], 0)
+        self.statistics.update(returns.unsqueeze(-1))
+        return (reward * torch.rsqrt(self.statistics.var + 1e-8)).clamp(-10, 10)
+
+
+def mlp(inputs: int, hidden: int, outputs: int, last_gain: float) -> nn.Sequential:
+    """inputs → hidden → hidden → outputs, tanh, orthogonal weights."""
+    layers = [nn.Linear(inputs, hidden), nn.Linear(hidden, hidden), nn.Linear(hidden, outputs)]
+    for layer, gain in zip(layers, (math.sqrt(2), math.sqrt(2), last_gain), strict=True):
+        nn.init.orthogonal_(layer.weight, gain)
+        nn.init.zeros_(layer.bias)
+    return nn.Sequential(layers[0], nn.Tanh(), layers[1], nn.Tanh(), layers[2])
+
+
+class Agent(nn.Module):
+    """Actor and critic. forward: observation (N, obs_dim) → the environment's action, no noise.
+
+    Continuous: a Gaussian around actor(s) in units where the action range is [−1, 1]; what leaves
+    the range is clipped on its way to the environment only. Discrete: actor(s) are logits.
+    """
+
+    def __init__(self, observation_space, action_space, args: Args):
+        super().__init__()
+        obs_dim = observation_space.shape[0]
+        self.discrete = isinstance(action_space, gymnasium.spaces.Discrete)
+        outputs = int(action_space.n) if self.discrete else action_space.shape[0]
+        self.normalizer = Normalizer(obs_dim)
+        self.reward_scaler = RewardScaler(args.num_envs, args.discount)
+        self.actor = mlp(obs_dim, args.hidden_size, outputs, last_gain=0.01)
+        self.critic = mlp(obs_dim, args.hidden_size, 1, last_gain=1.0)
+        if not self.discrete:
+            self.log_std = nn.Parameter(torch.full((outputs,), args.initial_log_std))
+            low, high = torch.tensor(action_space.low), torch.tensor(action_space.high)
+            self.register_buffer("action_center", (high + low) / 2)
+            self.register_buffer("action_scale", (high - low) / 2)
+
+    def forward(self, obs: Tensor) -> Tensor:
+        output = self.actor(self.normalizer(obs))
+        return output.argmax(-1) if self.discrete else self.to_env(output)
+
+    def to_env(self, action: Tensor) -> Tensor:
+        if self.discrete:
+            return action
+        return self.action_center + self.action_scale * action.clamp(-1, 1)
+
+    def sample(self, obs: Tensor) -> Tensor:
+        output = self.actor(self.normalizer(obs))
+        if self.discrete:  # argmax of logits plus Gumbel noise is a draw from the softmax
+            return (output - torch.empty_like(output).exponential_().log()).argmax(-1)
+        return output + self.log_std.exp() * torch.randn_like(output)
+
+    def log_prob_entropy(
+        self, x: Tensor, action: Tensor, fixed_std: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """log π(a|s) and the entropy of π(·|s), each (...), for normalised observations x."""
+        output = self.actor(x)
+        if self.discrete:
+            log_probs = output.log_softmax(-1)
+            log_prob = log_probs.gather(-1, action.unsqueeze(-1)).squeeze(-1)
+            return log_prob, -(log_probs.exp() * log_probs).sum(-1)
+        log_std = self.log_std.detach() if fixed_std else self.log_std
+        z = (action - output) * (-log_std).exp()
+        normalization = (log_std + 0.5 * math.log(2 * math.pi)).sum()
+        log_prob = -0.5 * z.square().sum(-1) - normalization
+        return log_prob, (normalization + 0.5 * z.shape[-1]).expand_as(log_prob)
+
+    def value(self, x: Tensor) -> Tensor:  # (..., obs_dim) -> (...)
+        return self.critic(x).squeeze(-1)
+
+
+@torch.no_grad()
+def collect(agent: Agent, envs: vec_envs.VecEnv, rollout: dict[str, Tensor]) -> None:
+    """T steps of the present policy in every env."""
+    for t in range(len(rollout["obs"])):
+        obs = envs.obs
+        action = agent.sample(obs)
+        _, reward, terminated, truncated, info = envs.step(agent.to_env(action))
+        rollout["obs"][t] = obs
+        rollout["action"][t] = action
+        rollout["reward"][t] = reward
+        rollout["next_obs"][t] = info["final_obs"]
+        rollout["terminated"][t] = terminated
+        rollout["done"][t] = terminated | truncated
+        rollout["episode_return"][t] = info["episode_return"]
+        rollout["episode_length"][t] = info["episode_length"]
+
+
+def gae(reward, value, next_value, terminated, done, args: Args) -> Tensor:
+    """Generalised advantage estimation (Schulman 2016, arXiv:1506.02438), all (T, N).
+
+    δ_t = r_t + γ (1 − terminated_t) V(s'_t) − V(s_t)      s'_t: the true next observation
+    Â_t = δ_t + γ λ (1 − done_t) Â_{t+1}
+    """
+    delta = reward + args.discount * next_value * ~terminated - value
+    decay = args.discount * args.gae_lambda * ~done
+    advantage, following = torch.empty_like(delta), torch.zeros_like(delta[0])
+    for t in reversed(range(len(delta))):
+        following = delta[t] + decay[t] * following
+        advantage[t] = following
+    return advantage
+
+
+def policy_loss(log_ratio: Tensor, advantage: Tensor, clip: float) -> Tensor:
+    """− E[ min( ρ Â , clip(ρ, 1−ε, 1+ε) Â ) ]"""
+    ratio = log_ratio.exp()
+    clipped = ratio.clamp(1 - clip, 1 + clip)
+    return -torch.minimum(ratio * advantage, clipped * advantage).mean()
+
+
+def value_loss(value: Tensor, old_value: Tensor, returns: Tensor, args: Args) -> Tensor:
+    """½ E[ (V − R)² ], or the larger of that and the same with V within ε of what it was."""
+    squared_error = (value - returns).square()
+    if args.clip_value:
+        clipped = old_value + (value - old_value).clamp(-args.clip, args.clip)
+        squared_error = torch.maximum(squared_error, (clipped - returns).square())
+    return 0.5 * squared_error.mean()
+
+
+@torch.no_grad()
+def prepare(agent: Agent, rollout: dict[str, Tensor], args: Args) -> dict[str, Tensor]:
+    """What the epochs need of each transition, (T·N, ...), computed once by the old policy."""
+    obs = agent.normalizer(rollout["obs"])
+    value, next_value = agent.value(obs), agent.value(agent.normalizer(rollout["next_obs"]))
+    done = rollout["done"]
+    reward = agent.reward_scaler(rollout["reward"], done)
+    advantage = gae(reward, value, next_value, rollout["terminated"], done, args)
+    batch = {
+        "obs": obs,
+        "action": rollout["action"],
+        "log_prob": agent.log_prob_entropy(obs, rollout["action"])[0],
+        "value": value,
+        "advantage": advantage,
+        "returns": advantage + value,
+    }
+    return {name: tensor.flatten(0, 1) for name, tensor in batch.items()}
+
+
+def minibatch_loss(agent: Agent, batch: dict[str, Tensor], args: Args) -> tuple[Tensor, dict]:
+    """The loss of one minibatch, and what to log of it."""
+    log_prob, entropy = agent.log_prob_entropy(batch["obs"], batch["action"])
+    log_ratio = log_prob - batch["log_prob"]
+    advantage = batch["advantage"]
+    advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+    losses = {
+        "policy": policy_loss(log_ratio, advantage, args.clip),
+        "value": value_loss(agent.value(batch["obs"]), batch["value"], batch["returns"], args),
+        "entropy": entropy.mean(),
+    }
+    total = (
+        losses["policy"] + args.value_coef * losses["value"] - args.entropy_coef * losses["entropy"]
+    )
+    with torch.no_grad():  # Schulman's estimator of the KL divergence, never negative
+        losses["kl"] = (log_ratio.exp() - 1 - log_ratio).mean()
+    return total, losses
+
+
+class EnergyMemory(nn.Module):
+    """The steps of the last M rollouts: raw observations, actions and λ-returns, (M, T·N, ...)."""
+
+    def __init__(self, rollout: dict[str, Tensor], args: Args):
+        super().__init__()
+        for name in ("obs", "action"):
+            empty = torch.zeros_like(rollout[name].flatten(0, 1))
+            self.register_buffer(name, empty.repeat(args.hterm_memory, *[1] * empty.dim()))
+        # an empty place returns less than any critic expects: it has no energy
+        empty = torch.full_like(rollout["reward"].flatten(), -1e9)
+        self.register_buffer("returns", empty.repeat(args.hterm_memory, 1))
+        self.register_buffer("next_place", torch.zeros(1, dtype=torch.int64, device=empty.device))
+
+    def add(self, rollout: dict[str, Tensor], returns: Tensor) -> None:
+        """Put a rollout with its returns (T·N,) in the place of the oldest."""
+        steps = {"obs": rollout["obs"], "action": rollout["action"], "returns": returns}
+        for name, value in steps.items():
+            memory = getattr(self, name)
+            memory.index_copy_(0, self.next_place, value.reshape(1, *memory.shape[1:]))
+        self.next_place.add_(1).remainder_(len(self.returns))
+
+    @torch.no_grad()
+    def draw(self, agent: Agent, batch_size: int) -> Iterator[dict[str, Tensor]]:
+        """Minibatches without end, each step with probability ∝ E = max(0, R − V_θ(s))."""
+        x = agent.normalizer(self.obs).flatten(0, 1)  # (M·T·N, obs_dim)
+        action, returns = self.action.flatten(0, 1), self.returns.flatten()
+        energy = (returns - agent.value(x)).clamp(min=0)
+        mean_energy = energy.sum() / (energy > 0).sum().clamp(min=1)
+        cumulated = energy.double().cumsum(0)
+        while True:
+            height = torch.rand_like(cumulated[:batch_size]) * cumulated[-1]
+            index = torch.searchsorted(cumulated, height, right=True).clamp(max=len(x) - 1)
+            yield {
+                "obs": x[index],
+                "action": action[index],
+                "returns": returns[index],
+                "mean_energy": mean_energy,
+            }
+
+
+def hamiltonian_term(agent: Agent, spins: dict[str, Tensor]) -> Tensor:
+    """− mean[ min(E/Ē, 3) σ̄² log π_θ(a|s) ] + 0.05 mean[ E² ],  E = max(0, R − V_θ(s))"""
+    energy = (spins["returns"] - agent.value(spins["obs"])).clamp(min=0)
+    weight = (energy.detach() / spins["mean_energy"].clamp(min=1e-8)).clamp(max=3)
+    log_prob, _ = agent.log_prob_entropy(spins["obs"], spins["action"], fixed_std=True)
+    variance = 1.0 if agent.discrete else (2 * agent.log_std.detach()).exp().mean()
+    return -(weight * variance * log_prob.clamp(min=-20)).mean() + 0.05 * energy.square().mean()
+
+
+def update(
+    agent: Agent, optimizer, rollout, loss_function, args: Args, memory
+) -> dict[str, Tensor]:
+    """Some epochs of minibatch gradient steps -> mean of each logged quantity."""
+    batch = prepare(agent, rollout, args)
+    if args.hterm_coef > 0:
+        memory.add(rollout, batch["returns"])
+        spins = memory.draw(agent, args.minibatch_size // 2)
+    size, device = len(batch["obs"]), batch["obs"].device
+    sums: dict[str, Tensor] = {}
+    steps = 0
+    for _ in range(args.epochs):
+        for index in torch.randperm(size, device=device).split(args.minibatch_size):
+            if len(index) < min(2, size):  # a single advantage cannot be normalised
+                continue
+            minibatch = {name: tensor[index] for name, tensor in batch.items()}
+            loss, losses = loss_function(agent, minibatch, args)
+            if args.hterm_coef > 0:
+                losses["hamiltonian"] = hamiltonian_term(agent, next(spins))
+                loss = loss + args.hterm_coef * losses["hamiltonian"]
+            optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            losses["gradient_norm"] = nn.utils.clip_grad_norm_(
+                agent.parameters(), args.max_grad_norm
+            )
+            optimizer.step()
+            for name, value in losses.items():
+                sums[name] = sums.get(name, 0) + value.detach()
+            steps += 1
+            if args.learning_rate_schedule == "adaptive":
+                adapt_learning_rate(optimizer, losses["kl"], args.target_kl)
+    agent.normalizer.update(rollout["obs"])  # last, so that all of the above saw one normaliser
+    return {name: value / steps for name, value in sums.items()}
+
+
+@torch.no_grad()
+def adapt_learning_rate(optimizer, kl: Tensor, target: float) -> None:
+    """A third less where the policy moved too far, half more where it hardly moved."""
+    rate = optimizer.param_groups[0]["lr"]
+    factor = torch.where(kl > 2 * target, 1 / 1.5, torch.where(kl < target / 2, 1.5, 1.0))
+    rate.copy_((rate * factor).clamp(1e-6, 1e-2))
+
+
+def train(args: Args) -> Result:
+    run = Run(args, __file__, LIMITS)
+    args = run.args
+    workers = Workers(run, collect)
+    agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
+    optimizer = torch.optim.Adam(
+        agent.parameters(), lr=torch.tensor(args.learning_rate), eps=1e-5, fused=True
+    )
+    memory = EnergyMemory(workers.start(agent, args.horizon), args)
+    loss_function = run.compile(minibatch_loss)
+    step = run.start(agent=agent, optimizer=optimizer, workers=workers, memory=memory)
+
+    while step < args.total_steps:
+        if args.learning_rate_schedule == "anneal":
+            left = 1 - step / args.total_steps
+            optimizer.param_groups[0]["lr"].fill_(args.learning_rate * left)
+        rollout = workers.collect()
+        step += args.horizon * args.num_envs
+        losses = update(agent, optimizer, rollout, loss_function, args, memory)
+
+        run.log_episodes(step, rollout)
+        run.log(step, {f"losses/{name}": value for name, value in losses.items()})
+        run.evaluate(step)
+        run.checkpoint(step)
+    return run.finish(step)
+
+
+if __name__ == "__main__":
+    train(tyro.cli(Args))
