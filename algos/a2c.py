@@ -60,7 +60,8 @@ class Args(RunArgs):
 
 
 LIMITS = {
-    **dict.fromkeys(("horizon", "hidden_size"), (1, None)),
+    "horizon": (2, None),
+    "hidden_size": (1, None),
     **dict.fromkeys(("discount", "gae_lambda"), (0, 1)),
     "max_grad_norm": (1e-9, None),
     "initial_log_std": (-10, 10),

@@ -79,7 +79,8 @@ class Args(RunArgs):
 
 
 LIMITS = {
-    **dict.fromkeys(("horizon", "epochs", "minibatch_size", "hidden_size"), (1, None)),
+    "horizon": (2, None),
+    **dict.fromkeys(("epochs", "minibatch_size", "hidden_size"), (1, None)),
     **dict.fromkeys(("discount", "gae_lambda"), (0, 1)),
     **dict.fromkeys(("target_kl", "max_grad_norm"), (1e-9, None)),
     "initial_log_std": (-10, 10),

@@ -1,0 +1,310 @@
+"""Gymnasium's environments behind the contract: equal to their own selves, and how they break."""
+
+import multiprocessing
+import os
+import signal
+import sys
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+
+from vec_envs import make
+from vec_envs.gym import NO_TIME_LIMIT, GymEnv
+
+PACKAGE = '''
+import gymnasium
+import numpy as np
+from gymnasium.spaces import Box, Discrete, MultiDiscrete
+
+
+class Counter(gymnasium.Env):
+    """Observes (steps, last action) in one array that it writes again and again; ends after 3."""
+
+    def __init__(self, observation_space=None, action_space=None):
+        self.observation_space = observation_space or Box(-np.inf, np.inf, (2,), np.float64)
+        self.action_space = action_space or Discrete(4, start=5)
+        self.array = np.zeros(2)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.array[:] = 0
+        return self.observe(), {}
+
+    def observe(self):
+        if isinstance(self.observation_space, Discrete):
+            return self.observation_space.start + int(self.array[0])
+        return self.array
+
+    def step(self, action):
+        assert self.action_space.contains(action), action
+        self.array[:] = self.array[0] + 1, np.sum(action)
+        return self.observe(), 1.0, bool(self.array[0] == 3), False, {}
+
+
+gymnasium.register("Counter-v0", entry_point="counting:Counter")
+gymnasium.register(
+    "CounterMulti-v0", Counter, kwargs={"action_space": MultiDiscrete([2, 2])}
+)
+gymnasium.register(
+    "CounterWhole-v0", Counter, kwargs={"action_space": Box(0, 9, (2,), np.int64)}
+)
+gymnasium.register(
+    "CounterDiscrete-v0", Counter, kwargs={"observation_space": Discrete(4, start=-1)}
+)
+'''
+
+
+@pytest.fixture
+def counting(tmp_path, monkeypatch):
+    """A package that registers environments when it is imported, gone after the test."""
+    (tmp_path / "counting.py").write_text(PACKAGE)
+    (tmp_path / "broken.py").write_text("1 / 0")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    sys.modules.pop("counting", None)
+    for id in [id for id in gymnasium.registry if id.startswith("Counter")]:
+        del gymnasium.registry[id]
+
+
+@pytest.fixture
+def no_hang():
+    """What waits for a dead process forever fails after 20 s."""
+
+    def give_up(*_):
+        raise TimeoutError("the test hangs")
+
+    signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(20)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+
+
+def is_running(process_id: int) -> bool:
+    try:
+        os.kill(process_id, 0)  # a zombie too still takes the signal
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def refusal(name: str, **options) -> str:
+    """The message of the ValueError that `make` raises, which must be one sentence."""
+    with pytest.raises(ValueError) as raised:
+        make(name, 2, **options)
+    message = str(raised.value)
+    assert "\n" not in message and len(message) < 400, message
+    return message
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "steps", "terminates", "truncates"),
+    [
+        ("CartPole-v1", {"max_episode_steps": 20}, 150, True, True),
+        ("CartPole-v1", {"max_episode_steps": 20, "processes": True}, 150, True, True),
+        ("LunarLander-v3", {"max_episode_steps": 85}, 300, True, True),
+        ("LunarLander-v3", {"continuous": True}, 300, True, False),
+        ("LunarLanderContinuous-v3", {}, 150, True, False),
+        ("BipedalWalker-v3", {"max_episode_steps": 60}, 200, True, True),
+        ("BipedalWalkerHardcore-v3", {"max_episode_steps": 20}, 50, False, True),
+        ("Ant-v5", {"max_episode_steps": 60}, 150, False, True),
+        ("FrozenLake-v1", {"max_episode_steps": 10}, 100, True, True),
+    ],
+)
+def test_equals_gymnasium_step_by_step(name, options, steps, terminates, truncates):
+    num_envs, seed = 3, 7
+    env = make(name, num_envs, seed=123, **options)
+    options = {key: value for key, value in options.items() if key != "processes"}
+    gym_envs = [gymnasium.make(name, **options) for _ in range(num_envs)]
+    limit = options.get("max_episode_steps", gym_envs[0].spec.max_episode_steps)
+    assert env.max_episode_steps == limit
+    space = gym_envs[0].action_space
+    rng = np.random.default_rng(1)
+
+    def as_float32(observation):
+        if isinstance(gym_envs[0].observation_space, gymnasium.spaces.Discrete):
+            return np.eye(gym_envs[0].observation_space.n, dtype=np.float32)[observation]
+        return observation.astype(np.float32)
+
+    obs, info = env.reset(seed=seed)
+    assert info == {}
+    for index, gym_env in enumerate(gym_envs):
+        first, _ = gym_env.reset(seed=seed + index)
+        np.testing.assert_array_equal(obs[index].numpy(), as_float32(first))
+    assert not torch.equal(obs[0], obs[1]) or name in ("FrozenLake-v1", "BipedalWalker-v3")
+    returns, lengths = np.zeros(num_envs), np.zeros(num_envs)
+    seen_terminated = seen_truncated = False
+    for t in range(steps):
+        if isinstance(space, gymnasium.spaces.Discrete):
+            action = gym_action = rng.integers(space.n, size=num_envs)
+        else:  # a part of the actions lies outside the bounds
+            action = rng.uniform(1.2 * space.low, 1.2 * space.high, (num_envs, *space.shape))
+            gym_action = np.clip(action, space.low, space.high).astype(np.float32)
+        obs, reward, terminated, truncated, info = env.step(torch.from_numpy(action))
+        assert obs.dtype == reward.dtype == info["final_obs"].dtype == torch.float32
+        assert terminated.dtype == truncated.dtype == torch.bool
+        assert env.obs is obs and env.single_observation_space.contains(obs[0].numpy())
+        for index, gym_env in enumerate(gym_envs):
+            what = f"{name} env {index} step {t}"
+            true_obs, true_reward, *true_done, _ = gym_env.step(gym_action[index])
+            true_obs = as_float32(true_obs)
+            np.testing.assert_array_equal(info["final_obs"][index].numpy(), true_obs, what)
+            assert reward[index].item() == np.float32(true_reward), what
+            assert [terminated[index].item(), truncated[index].item()] == true_done, what
+            returns[index] += true_reward
+            lengths[index] += 1
+            assert info["episode_length"][index].item() == lengths[index], what
+            assert info["episode_return"][index].item() == pytest.approx(returns[index], 1e-4, 1e-3)
+            if any(true_done):
+                returns[index] = lengths[index] = 0
+                true_obs = as_float32(gym_env.reset()[0])
+            np.testing.assert_array_equal(obs[index].numpy(), true_obs, what)
+        seen_terminated |= bool((terminated & ~truncated).any())
+        seen_truncated |= bool((truncated & ~terminated).any())
+    assert seen_terminated >= terminates and seen_truncated >= truncates
+    env.close()
+
+
+def test_seeds():
+    env, same = (make("CartPole-v1", 3, seed=4) for _ in range(2))
+    first, _ = env.reset()
+    torch.testing.assert_close(first, same.reset()[0], rtol=0, atol=0)  # the constructor's seed
+    again, _ = env.reset()
+    assert not torch.equal(first, again)  # without a seed the generators run on
+    torch.testing.assert_close(env.reset(seed=4)[0], first, rtol=0, atol=0)
+    assert len({tuple(row) for row in first.tolist()}) == 3
+
+
+def test_a_resumed_run_starts_fresh_episodes():
+    env = make("CartPole-v1", 3, seed=4)
+    first, _ = env.reset()
+    for _ in range(5):
+        env.step(torch.zeros(3, dtype=torch.int64))
+    resumed = make("CartPole-v1", 3, seed=4)
+    resumed.load_state_dict(env.state_dict())
+    assert not env.exact_resume and resumed.obs.shape == (3, 4)
+    assert not set(map(tuple, first.tolist())) & set(map(tuple, resumed.obs.tolist()))
+    info = resumed.step(torch.zeros(3, dtype=torch.int64))[-1]
+    assert info["episode_length"].tolist() == [1, 1, 1]
+    assert resumed.state_dict()["steps"] == 6
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # Gymnasium's, on what is tested here
+def test_an_id_that_a_package_registers(counting):
+    env = make("counting:Counter-v0", 2)
+    assert env.max_episode_steps == NO_TIME_LIMIT
+    assert env.single_action_space == gymnasium.spaces.Discrete(4)  # the env's own starts at 5
+    env.reset()
+    for step in (1, 2, 3):
+        obs, _, terminated, _, info = env.step(torch.tensor([0, 3]))
+        # though the env writes its next episode into the array that it returned
+        assert info["final_obs"].tolist() == [[step, 5.0], [step, 8.0]]
+    assert terminated.all() and obs.tolist() == [[0.0, 0.0], [0.0, 0.0]]
+    with pytest.raises(ValueError, match=r"counting:Counter-v0.* 4, allowed are 0 to 3"):
+        env.step(torch.tensor([0, 4]))
+    assert "counting:Nothing-v0: the package 'counting' does not" in refusal("counting:Nothing-v0")
+
+
+def test_discrete_observations_count_from_their_start(counting):
+    env = make("counting:CounterDiscrete-v0", 2)
+    obs, _ = env.reset()
+    assert obs.tolist() == [[1.0, 0.0, 0.0, 0.0]] * 2 and obs.dtype == torch.float32
+    for _ in range(3):
+        obs, _, _, _, info = env.step(torch.tensor([0, 3]))
+    assert info["final_obs"].tolist() == [[0.0, 0.0, 0.0, 1.0]] * 2
+    assert obs.tolist() == [[1.0, 0.0, 0.0, 0.0]] * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("Blackjack-v1", {}, ("observation space Tuple(", "only Discrete and a flat Box")),
+        ("CarRacing-v3", {}, ("observation space Box(0, 255, (96, 96, 3), uint8)", "flat Box")),
+        ("counting:CounterMulti-v0", {}, ("action space MultiDiscrete([2 2])", "Discrete and")),
+        ("counting:CounterWhole-v0", {}, ("action space Box(0, 9, (2,), int64)", "of floats")),
+        ("counting:Counter-v0", {"wings": 2}, ("unexpected keyword argument 'wings'",)),
+        ("broken:Counter-v0", {}, ("package 'broken' failed with ZeroDivisionError",)),
+        ("no_such_package:Counter-v0", {}, ("'no_such_package' failed with ModuleNotFound",)),
+        ("Hoper", {}, ("unknown environment 'Hoper'", "Hopper")),
+        ("LunarLander-v33", {}, ("unknown environment", "LunarLander-v3")),
+    ],
+)
+def test_what_is_not_supported_is_refused_in_one_sentence(counting, name, options, words):
+    message = refusal(name, **options)
+    assert name in message.replace("environment creator for Counter-v0", "")
+    for word in words:
+        assert word in message
+
+
+def test_unknown_id_without_make():
+    with pytest.raises(ValueError, match=r"Nothing-v0: .*`Nothing` doesn't exist"):
+        GymEnv("Nothing-v0", 1)
+
+
+def test_missing_box2d(monkeypatch):
+    for module in [name for name in sys.modules if name.startswith("gymnasium.envs.box2d")]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, "Box2D", None)
+    assert refusal("LunarLander-v3").endswith('needs Box2D: pip install "crane-rl[box2d]"')
+
+
+def test_bad_actions_and_a_step_too_early():
+    env = make("LunarLanderContinuous-v3", 2)
+    with pytest.raises(RuntimeError, match=r"LunarLanderContinuous-v3: call reset\(\)"):
+        env.step(torch.zeros(2, 2))
+    env.reset()
+    with pytest.raises(ValueError, match=r"shape \(2,\), expected \(2, 2\)"):
+        env.step(torch.zeros(2))
+    with pytest.raises(ValueError, match=r"index \(1, 0\) is nan"):
+        env.step(torch.tensor([[0.0, 0.0], [torch.nan, 0.0]]))
+    with pytest.raises(ValueError, match="num_envs is 0"):
+        make("CartPole-v1", 0)
+
+
+def test_render():
+    env = make("CartPole-v1", 2, render_mode="rgb_array")
+    env.reset()
+    picture = env.render(1)
+    assert picture.dtype == np.uint8 and picture.ndim == 3 and picture.shape[2] == 3
+    env.close()
+    with pytest.raises(NotImplementedError, match='make it with render_mode="rgb_array"'):
+        make("CartPole-v1", 1).render()
+
+
+def test_close_leaves_no_process(counting, no_hang):
+    env = make("counting:Counter-v0", 2, processes=True)
+    env.reset()
+    info = env.step(torch.tensor([0, 3]))[-1]
+    assert info["final_obs"].tolist() == [[1.0, 5.0], [1.0, 8.0]]
+    process_ids = [process.pid for process in env._processes]
+    assert len(process_ids) == 2 and all(map(is_running, process_ids))
+    env.close()
+    assert not any(map(is_running, process_ids)) and not multiprocessing.active_children()
+    env.close()  # once more does no harm
+
+
+@pytest.mark.parametrize("then", ["step", "close"])
+def test_a_killed_process_is_an_error_and_no_hang(no_hang, then):
+    env = make("CartPole-v1", 2, processes=True)
+    env.reset()
+    process_ids = [process.pid for process in env._processes]
+    os.kill(process_ids[1], signal.SIGKILL)
+    if then == "step":
+        with pytest.raises(RuntimeError, match=r"CartPole-v1: the process of env 1 \(exit code -9"):
+            for _ in range(3):
+                env.step(torch.zeros(2, dtype=torch.int64))
+    env.close()
+    assert not any(map(is_running, process_ids)) and not multiprocessing.active_children()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # Gymnasium's, on what is tested here
+def test_an_error_in_a_process_is_raised_here_and_ends_the_others(counting, no_hang):
+    env = make("counting:Counter-v0", 2, processes=True)
+    env.reset()
+    process_ids = [process.pid for process in env._processes]
+    with pytest.raises(AssertionError, match="9"):
+        env._ask(env._envs.step, np.array([5, 9]))  # past `check_action`
+    assert not any(map(is_running, process_ids))
+    env.close()
