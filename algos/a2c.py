@@ -198,7 +198,7 @@ def gae(reward, value, next_value, terminated, done, args: Args) -> Tensor:
     Â_t = δ_t + γ λ (1 − done_t) Â_{t+1}
     """
     delta = reward + args.discount * next_value * ~terminated - value
-    decay = args.discount * args.gae_lambda * ~done
+    decay = args.discount * args.gae_lambda * (~done).to(delta)
     advantage, following = torch.empty_like(delta), torch.zeros_like(delta[0])
     for t in reversed(range(len(delta))):
         following = delta[t] + decay[t] * following

@@ -210,7 +210,7 @@ def gae(reward, value, next_value, terminated, done, args: Args) -> Tensor:
     Â_t = δ_t + γ λ (1 − done_t) Â_{t+1}
     """
     delta = reward + args.discount * next_value * ~terminated - value
-    decay = args.discount * args.gae_lambda * ~done
+    decay = args.discount * args.gae_lambda * (~done).to(delta)
     advantage, following = torch.empty_like(delta), torch.zeros_like(delta[0])
     for t in reversed(range(len(delta))):
         following = delta[t] + decay[t] * following
@@ -320,8 +320,8 @@ def train(args: Args) -> Result:
     step = run.start(agent=agent, optimizer=optimizer, workers=workers)
 
     while step < args.total_steps:
+        left = 1 - step / args.total_steps
         if args.learning_rate_schedule == "anneal":
-            left = 1 - step / args.total_steps
             optimizer.param_groups[0]["lr"].fill_(args.learning_rate * left)
         rollout = workers.collect()
         step += args.horizon * args.num_envs

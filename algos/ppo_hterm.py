@@ -12,8 +12,8 @@ the critic as the baseline, "best" means better than expected now:
     L      = L_PPO + λ L_H
 
 Ē is the mean of the positive E; σ is not differentiated, and σ̄² (its mean square) makes the step
-of the mean independent of it. L_H is exactly zero when nothing in memory beats the critic, and with
-λ = 0 the run is ppo.py's, bit for bit. It is self-imitation learning (Oh, Guo, Singh, Lee 2018,
+of the mean independent of it. L_H is exactly zero when nothing in memory beats the critic, and
+with λ = 0 the run is ppo.py's, bit for bit. It is self-imitation learning (Oh, Guo, Singh, Lee 2018,
 arXiv:1806.05635) seen from the Hamiltonian's side: a one-sided bound, not an estimator of the
 policy gradient, biased towards lucky outcomes where the environment is random.
 
@@ -220,7 +220,7 @@ def gae(reward, value, next_value, terminated, done, args: Args) -> Tensor:
     Â_t = δ_t + γ λ (1 − done_t) Â_{t+1}
     """
     delta = reward + args.discount * next_value * ~terminated - value
-    decay = args.discount * args.gae_lambda * ~done
+    decay = args.discount * args.gae_lambda * (~done).to(delta)
     advantage, following = torch.empty_like(delta), torch.zeros_like(delta[0])
     for t in reversed(range(len(delta))):
         following = delta[t] + decay[t] * following
@@ -387,8 +387,8 @@ def train(args: Args) -> Result:
     step = run.start(agent=agent, optimizer=optimizer, workers=workers, memory=memory)
 
     while step < args.total_steps:
+        left = 1 - step / args.total_steps
         if args.learning_rate_schedule == "anneal":
-            left = 1 - step / args.total_steps
             optimizer.param_groups[0]["lr"].fill_(args.learning_rate * left)
         rollout = workers.collect()
         step += args.horizon * args.num_envs

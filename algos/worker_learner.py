@@ -20,6 +20,7 @@ the environment out. Weights and trajectories cross process borders in shared me
 carry only signals. Children die with their parent, however it dies.
 """
 
+import contextlib
 import copy
 import ctypes
 import dataclasses
@@ -27,16 +28,19 @@ import itertools
 import json
 import math
 import os
+import shlex
 import signal
+import socket
 import sys
 import time
 import traceback
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin
 
 import gymnasium
 import torch
@@ -118,7 +122,7 @@ class Run:
     """
 
     def __init__(self, args: RunArgs, script: str, limits: dict[str, tuple] | None = None):
-        self.script = Path(script).stem
+        self.script, self._script_path = Path(script).stem, Path(script)
         self.resumed = bool(args.resume)
         if self.resumed:
             args = _saved_args(args, self.script)
@@ -146,6 +150,7 @@ class Run:
         torch.manual_seed(args.seed)
 
         self.seconds = 0.0  # of training, over all resumes
+        self.step = 0  # after the last iteration
         self.next_evaluation = args.eval_every or args.total_steps
         self.next_checkpoint = args.checkpoint_every
         self.best_return, self.last_return = -math.inf, math.nan
@@ -173,17 +178,16 @@ class Run:
             self._set_own_state(saved["run"])
             step = saved["run"]["step"]
             if not getattr(state.get("workers"), "exact_resume", True):
-                print("Not exact: the environments start new episodes, since they run in workers,")
-                print("on a GPU or by Gymnasium. Weights, optimizer and schedules go on as saved.")
-        elif not self.resumed:
-            self._make_folder()
-        self._cut_metrics(step)
-        self._metrics_file = open(self.dir / "metrics.csv", "a", buffering=1)
-        if self._metrics_file.tell() == 0:
-            self._metrics_file.write("step,seconds,tag,value\n")
-        from torch.utils.tensorboard import SummaryWriter  # slow to import; children need it not
-
-        self._tensorboard = SummaryWriter(str(self.dir), purge_step=step or None)
+                _tell(
+                    "Not exact: the environments start new episodes, since they run in workers,\n"
+                    "on a GPU or by Gymnasium. Weights, optimizer and schedules go on as saved."
+                )
+        self.step = step
+        pending = (saved or {}).get("pending_evaluations", [])
+        try:
+            self._open_files(step, pending={number for number, _ in pending})
+        except OSError as error:
+            raise UserError(f"--run-dir {self.dir}: {error.strerror}") from None
         self._describe(agent, step)
         for number in (signal.SIGINT, signal.SIGTERM):
             try:
@@ -191,7 +195,7 @@ class Run:
             except ValueError:  # not the main thread
                 break
         self._evaluator = Evaluator(self.args, agent)
-        for number, snapshot in (saved or {}).get("pending_evaluations", []):
+        for number, snapshot in pending:
             self._evaluator.submit(number, snapshot)
         self._state = state
         self._bar = tqdm(
@@ -226,8 +230,8 @@ class Run:
             speed = (step - self._warm[0]) / (self.seconds - self._warm[1])
             tags, values = [*tags, "charts/SPS"], [*values, speed]
         self._write(step, dict(zip(tags, values, strict=True)))
-        self._bar.update(min(step, self.args.total_steps) - self._bar.n)
         self._bar.set_postfix_str(f"return {self._shown_return():.0f}", refresh=False)
+        _to_terminal(self._bar.update, min(step, self.args.total_steps) - self._bar.n)
 
     def log_episodes(self, step: int, batch: dict[str, Tensor]) -> None:
         """Log mean return and length of the training episodes that ended in a batch.
@@ -250,18 +254,20 @@ class Run:
 
     def evaluate(self, step: int) -> None:
         """Hand the present policy to the evaluator if one is due; log what it has found by now."""
-        if step >= self.next_evaluation and step < self.args.total_steps:
-            self.next_evaluation = step - step % self.args.eval_every + self.args.eval_every
+        every = self.args.eval_every
+        if every and self.next_evaluation <= step < self.args.total_steps:
+            self.next_evaluation = step - step % every + every
             self._evaluator.submit(step, self._snapshot())
         self._collect_evaluations()
 
     def checkpoint(self, step: int) -> None:
         """Save if a checkpoint is due. After SIGINT or SIGTERM: save, say how to resume, exit."""
+        self.step = step
         if self._stop_signal:
             self._save_checkpoint(step)
             self.close()
-            print(f"\nStopped at step {step}. Go on with:")
-            print(f"    python algos/{self.script}.py --resume {self.dir}")
+            command = self._command(self._script_path, "--resume", self.dir)
+            _tell(f"\nStopped at step {step}. Go on with:\n    {command}")
             raise SystemExit(128 + self._stop_signal)
         if step >= self.next_checkpoint:
             every = self.args.checkpoint_every
@@ -271,19 +277,21 @@ class Run:
     def finish(self, step: int) -> Result:
         """Last checkpoint and evaluation, learning_curve.png, a summary."""
         self._save_checkpoint(step)
-        self._evaluator.submit(step, self._snapshot())
+        if step not in (number for number, _ in self._evaluator.pending):
+            self._evaluator.submit(step, self._snapshot())
         while self._evaluator.busy:
             self._collect_evaluations(wait=0.2)
             if self._stop_signal:
                 self.checkpoint(step)
         self._save_checkpoint(step)  # the evaluations it waited for are no longer pending
         self.close()
-        self._plot()
-        print(
+        self._quietly("learning_curve.png", self._plot)
+        _tell(
             f"\nDone: {step} steps in {self.seconds:.0f} s. Deterministic return over "
             f"{self.args.eval_episodes} episodes: last {self.last_return:.1f}, "
             f"best {self.best_return:.1f}.\n"
-            f"Score, watch or film it: python algos/play.py {self.dir}"
+            "Score, watch or film it: "
+            + self._command(self._script_path.with_name("play.py"), self.dir)
         )
         return Result(self.dir, step, self.seconds, self.last_return, self.best_return)
 
@@ -295,8 +303,8 @@ class Run:
         if workers is not None:
             workers.close()
         if getattr(self, "_bar", None) is not None:
-            self._bar.close()
-            self._metrics_file.close()
+            _to_terminal(self._bar.close)
+            self._quietly("metrics.csv", self._metrics_file.close)
             self._quietly("TensorBoard's file", self._tensorboard.close)
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
@@ -311,61 +319,89 @@ class Run:
 
     # Files.
 
-    def _make_folder(self) -> None:
-        try:
-            self.dir.mkdir(parents=True, exist_ok=True)
-            if (self.dir / "args.json").exists():
-                raise UserError(
-                    f"--run-dir {self.dir} holds a run already; resume it (--resume {self.dir}) "
-                    "or name another folder"
-                )
-            content = {"script": self.script, "args": dataclasses.asdict(self.args)}
-            (self.dir / "args.json").write_text(json.dumps(content, indent=2) + "\n")
-        except OSError as error:
-            raise UserError(f"--run-dir {self.dir}: {error.strerror}") from None
+    def _open_files(self, step: int, pending: set[int]) -> None:
+        """Open metrics.csv and TensorBoard's file, without what comes again after `step`."""
+        self.dir.mkdir(parents=True, exist_ok=True)
+        if not self.resumed and (self.dir / "args.json").exists():
+            raise UserError(
+                f"--run-dir {self.dir} holds a run already; resume it (--resume {self.dir}) "
+                "or name another folder"
+            )
+        content = {"script": self.script, "args": dataclasses.asdict(self.args)}
+        _write_atomically(json.dumps(content, indent=2) + "\n", self.dir / "args.json")
+        if self.resumed:
+            self._cut_metrics(step, pending)
+        self._metrics_file = open(self.dir / "metrics.csv", "a", buffering=1)
+        if self._metrics_file.tell() == 0:
+            self._metrics_file.write("step,seconds,tag,value\n")
+
+        # Not SummaryWriter: its thread prints a traceback when the disk is full, and a killed run
+        # loses what it had not written yet.
+        from tensorboard.compat.proto.event_pb2 import SessionLog
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}"
+        self._tensorboard = RecordWriter(open(self.dir / name, "ab"))
+        self._write_event(file_version="brain.Event:2")
+        if self.resumed:  # hides what the killed run wrote after its checkpoint
+            self._write_event(step=step + 1, session_log=SessionLog(status=SessionLog.START))
 
     def _describe(self, agent: nn.Module, step: int) -> None:
         args, count = self.args, sum(p.numel() for p in agent.parameters())
         device = torch.cuda.get_device_name() if self.device.type == "cuda" else "CPU"
         cores = args.env_threads or len(os.sched_getaffinity(0))
         where = f"{args.num_workers} worker processes" if args.num_workers else "this process"
-        print(
+        _tell(
             f"{self.script} on {args.env}: {args.num_envs} environments in {where}, "
             f"{device}, {cores} simulation threads, {count} parameters, seed {args.seed}\n"
             f"{'Resumed at step ' + str(step) + ' in' if self.resumed else 'Run folder'} {self.dir}"
-            f"   (curves: tensorboard --logdir {self.dir.parent})",
-            flush=True,
+            f"   (curves: tensorboard --logdir {self.dir.parent})"
         )
+
+    def _command(self, script: Path, *arguments: Any) -> str:
+        return shlex.join(["python", os.path.relpath(script), *map(str, arguments)])
 
     def _write(self, step: int, metrics: dict[str, float]) -> None:
         rows = (f"{step},{self.seconds:.3f},{tag},{value:.8g}\n" for tag, value in metrics.items())
         self._quietly("metrics.csv", self._metrics_file.write, "".join(rows))
-        for tag, value in metrics.items():
-            self._quietly("TensorBoard's file", self._tensorboard.add_scalar, tag, value, step)
+        points = [{"tag": tag, "simple_value": value} for tag, value in metrics.items()]
+        self._quietly("TensorBoard's file", self._write_event, step=step, summary={"value": points})
 
-    def _quietly(self, what: str, function: Callable, *arguments: Any) -> bool:
+    def _write_event(self, **event: Any) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+
+        self._tensorboard.write(Event(wall_time=time.time(), **event).SerializeToString())
+        self._tensorboard.flush()
+
+    def _quietly(self, what: str, function: Callable, *arguments: Any, **options: Any) -> bool:
         """Call a function that writes; a full disk is a warning, once, and training goes on."""
         try:
-            function(*arguments)
+            function(*arguments, **options)
             self._warned.discard(what)
             return True
         except (OSError, RuntimeError, ValueError) as error:
             if what not in self._warned:
                 self._warned.add(what)
-                tqdm.write(f"Warning: {what} could not be written ({error}); training goes on.")
+                _tell(f"Warning: {what} could not be written ({error}); training goes on.")
             return False
 
-    def _cut_metrics(self, step: int) -> None:
-        """Drop the rows that a killed run wrote after the checkpoint it resumes from."""
-        path = self.dir / "metrics.csv"
-        if not self.resumed or not path.exists():
+    def _metrics_rows(self) -> list[list[str]]:
+        """The complete rows of metrics.csv: step, seconds, tag, value."""
+        lines = (self.dir / "metrics.csv").read_text().splitlines(keepends=True)[1:]
+        return [line.split(",") for line in lines if line.count(",") == 3 and line[-1] == "\n"]
+
+    def _cut_metrics(self, step: int, pending: set[int]) -> None:
+        """Drop the rows that come again: later ones, and of evaluations that were pending."""
+        if not (self.dir / "metrics.csv").exists():
             return
-        header, *rows = path.read_text().splitlines(keepends=True) or ["step,seconds,tag,value\n"]
-        complete = (row for row in rows if row.count(",") == 3 and row.endswith("\n"))
-        kept = [row for row in complete if int(row.split(",", 1)[0]) <= step]
-        temporary = path.with_suffix(".csv.tmp")
-        temporary.write_text("".join((header, *kept)))
-        os.replace(temporary, path)
+        if step >= self.args.total_steps:
+            pending = {*pending, step}  # `finish` evaluates again
+        kept = ["step,seconds,tag,value\n"]
+        for row in self._metrics_rows():
+            again = row[2].startswith("eval/") and int(row[0]) in pending
+            if int(row[0]) <= step and not again:
+                kept.append(",".join(row))
+        _write_atomically("".join(kept), self.dir / "metrics.csv")
 
     def _save_checkpoint(self, step: int) -> None:
         """Write checkpoint.pt so that at every moment a good one exists, and last.pt beside it."""
@@ -393,16 +429,18 @@ class Run:
             setattr(self, name, own[name])
 
     def _load_checkpoint(self) -> dict[str, Any] | None:
-        found = False
+        damaged = []
         for path in (self.dir / "checkpoint.pt", self.dir / "checkpoint.prev.pt"):
             if not path.exists():
                 continue
-            found = True
             content, problem = _load_checked(path)
             if content is not None:
+                for bad in damaged:  # aside, lest the next save keep it instead of the good one
+                    os.replace(bad, bad.with_suffix(".damaged"))
                 return content
-            print(f"Warning: {path} is damaged ({problem}); trying the one before.", flush=True)
-        if found:
+            damaged.append(path)
+            _tell(f"Warning: {path} is damaged ({problem}); trying the one before.")
+        if damaged:
             raise UserError(
                 f"--resume {self.dir}: no checkpoint in it is intact; nothing was changed"
             )
@@ -427,7 +465,7 @@ class Run:
         except ImportError:
             return
         figure, axes = pyplot.subplots(figsize=(7, 4))
-        rows = [row.split(",") for row in (self.dir / "metrics.csv").read_text().splitlines()[1:]]
+        rows = self._metrics_rows()
         for tag, label in (
             ("charts/episodic_return", "training, with exploration"),
             ("eval/episodic_return", "evaluation, deterministic"),
@@ -436,7 +474,7 @@ class Run:
             axes.plot(*zip(*points, strict=True) if points else ([], []), label=label)
         axes.set(title=f"{self.script} on {self.args.env}", xlabel="steps", ylabel="return")
         axes.legend()
-        self._quietly("learning_curve.png", figure.savefig, self.dir / "learning_curve.png")
+        figure.savefig(self.dir / "learning_curve.png")
         pyplot.close(figure)
 
     # Evaluation, signals, failure.
@@ -469,11 +507,22 @@ class Run:
         return self.training_return if math.isnan(self.last_return) else self.last_return
 
     def _on_signal(self, number: int, frame: Any) -> None:
-        if self._stop_signal or self._state is None:  # asked twice, or nothing to save yet
+        if self._stop_signal:  # asked twice
             self.close()
             raise SystemExit(128 + number)
         self._stop_signal = number
-        tqdm.write("Stopping after this iteration; once more to stop at once, without saving.")
+        _tell("Stopping after this iteration; once more to stop at once, without saving.")
+
+    def check_rollout(self, rollout: dict[str, Tensor]) -> None:
+        """UserError that names the first NaN or infinity in a rollout (time, env, ...)."""
+        wrong = {k: ~v.isfinite() for k, v in rollout.items() if v.is_floating_point()}
+        if not torch.stack([mask.any() for mask in wrong.values()]).any():  # one transfer for all
+            return
+        firsts = {name: mask.nonzero()[0].tolist() for name, mask in wrong.items() if mask.any()}
+        name = min(firsts, key=lambda name: firsts[name][0])
+        index = tuple(firsts[name])
+        step = self.step + (index[0] + 1) * self.args.num_envs
+        self._fail(f"{name} is {rollout[name][index]} at step {step}: training stopped")
 
     def _fail(self, message: str) -> None:
         self.close()
@@ -510,7 +559,8 @@ class Child:
             args=(self._function, theirs, os.getpid(), self._restarts, *self._arguments),
             daemon=True,
         )
-        self.process.start()
+        with _no_ctrl_c():
+            self.process.start()
         theirs.close()  # so that its death is an end of file here
 
     def ask(self, question: Any) -> None:
@@ -534,9 +584,7 @@ class Child:
                         f"process died {MAX_RESTARTS + 1} times (exit code {self.process.exitcode})"
                     ) from None
                 self._restarts += 1
-                tqdm.write(
-                    f"Warning: a child process died ({self.process.exitcode}); restarting it."
-                )
+                _tell(f"Warning: a child process died ({self.process.exitcode}); restarting it.")
                 self._start()
                 self.ask(self._question)
                 continue
@@ -558,7 +606,7 @@ def _child_main(
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(1)
     try:
@@ -581,7 +629,7 @@ class Workers:
 
     def __init__(self, run: Run, collect: Callable):
         self.args, self.device, self._collect = run.args, run.device, collect
-        self._fail = run._fail
+        self._run = run
         args = run.args
         one = dataclasses.replace(args, num_envs=1) if args.num_workers else args
         device = "cpu" if args.num_workers else run.device
@@ -637,24 +685,34 @@ class Workers:
         return self._rollout
 
     def collect(self) -> dict[str, Tensor]:
-        """The rollout, filled."""
+        """The rollout, filled. UserError if there is a NaN or infinity in it."""
+        failure = None
         if not self._children:
-            self._collect(self._agent, self.envs, self._rollout)
-            return self._rollout
-        _copy_weights(self._agent, self._shared_agent)
-        for child in self._children:
-            child.ask("collect")
-        for index, child in enumerate(self._children):
             try:
-                child.answer()
-            except ChildFailed as failure:
-                self._fail(f"worker {index} {failure}")
-        for name, tensor in self._rollout.items():
-            tensor.copy_(self._shared[name])
+                self._collect(self._agent, self.envs, self._rollout)
+            except ValueError as error:  # an environment refuses a NaN, which has a cause here
+                failure = error
+        else:
+            _copy_weights(self._agent, self._shared_agent)
+            for child in self._children:
+                child.ask("collect")
+            for index, child in enumerate(self._children):
+                try:
+                    child.answer()
+                except ChildFailed as error:
+                    failure = UserError(f"worker {index} {error}")
+            for name, tensor in self._rollout.items():
+                tensor.copy_(self._shared[name])
+        self._run.check_rollout(self._rollout)
+        if isinstance(failure, UserError):
+            self._run._fail(failure)
+        if failure is not None:
+            raise failure
         return self._rollout
 
     def state_dict(self) -> dict[str, Any]:
-        return self.envs.state_dict() if self.exact_resume else {}
+        in_process = not self.args.num_workers and self.device.type == "cpu"
+        return self.envs.state_dict() if in_process else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state:
@@ -750,6 +808,38 @@ def score(
 # Small things.
 
 
+def _tell(text: str) -> None:
+    _to_terminal(tqdm.write, text)
+
+
+def _to_terminal(function: Callable, *arguments: Any) -> None:
+    """Call what prints; a full disk or nobody reading is no reason to stop.
+
+    `python algos/ppo.py | tee log` is such a case: Ctrl-C ends tee as well.
+    """
+    with contextlib.suppress(OSError):
+        function(*arguments)
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+@contextlib.contextmanager
+def _no_ctrl_c() -> Iterator[None]:
+    """Processes started meanwhile never hear Ctrl-C, which is this process's to answer."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    resource_tracker.ensure_running()  # it would be started inside, and unblock the signal
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
 def _make_envs(
     args: RunArgs, seed: int, device: torch.device | str, threads: int | None = None
 ) -> vec_envs.VecEnv:
@@ -763,11 +853,17 @@ def _make_envs(
 
 def _check(args: RunArgs, limits: dict[str, tuple]) -> None:
     for field in dataclasses.fields(args):
-        name, value = field.name, getattr(args, field.name)
+        name, value, kind = field.name, getattr(args, field.name), type(field.default)
+        flag = "--" + name.replace("_", "-")
+        if kind in (bool, int, float, str) and not isinstance(
+            value, int | float if kind is float else kind
+        ):
+            raise UserError(f"{flag} is {value!r}; it must be of type {kind.__name__}")
+        if get_origin(field.type) is Literal and value not in get_args(field.type):
+            raise UserError(f"{flag} is {value}; allowed is {', '.join(get_args(field.type))}")
         if isinstance(value, bool) or not isinstance(value, int | float):
             continue
         low, high = limits.get(name, (0, None))
-        flag = "--" + name.replace("_", "-")
         if (low is not None and not value >= low) or (high is not None and not value <= high):
             allowed = f"from {low} to {high}" if high is not None else f"at least {low}"
             raise UserError(f"{flag} is {value}; allowed is {allowed}")
@@ -806,6 +902,12 @@ def _copy_weights(source: nn.Module, target: nn.Module) -> None:
             theirs.copy_(ours)
 
 
+def _write_atomically(text: str, path: Path) -> None:
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(text)
+    os.replace(temporary, path)
+
+
 def _save_atomically(content: dict[str, Any], path: Path, keep_previous: bool) -> None:
     temporary = path.with_suffix(".tmp")
     try:
@@ -829,6 +931,9 @@ def _load_checked(path: Path) -> tuple[Any, str]:
     try:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()
+            for entry in archive.infolist():
+                if entry.external_attr:  # not in the checksums; torch would see an empty folder
+                    damaged = entry.filename
         if damaged is not None:
             return None, f"wrong checksum of {damaged}"
         return torch.load(path, weights_only=True, map_location="cpu"), ""

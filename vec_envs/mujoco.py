@@ -19,7 +19,9 @@ MuJoCo fills body positions at the *start* of its last substep; Gymnasium reads 
 they lag `qpos` by one substep. That is kept here, since equal means equal.
 """
 
+import functools
 import os
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -250,6 +252,68 @@ class WarpSimulation:
         }
 
 
+class Painter:
+    """Pictures of a robot, under a sky and on a floor that does not end where it runs to.
+
+    Gymnasium's floors are 40 m wide, and an Ant gets farther than that.
+    """
+
+    def __init__(self, path: Path, elevation: float, follows: bool):
+        texture, builtin = mujoco.mjtTexture, mujoco.mjtBuiltin
+        spec = mujoco.MjSpec.from_file(str(path))
+        skies = [t for t in spec.textures if t.type == texture.mjTEXTURE_SKYBOX]
+        sky = skies[0] if skies else spec.add_texture(name="painted_sky")
+        sky.type, sky.builtin = texture.mjTEXTURE_SKYBOX, builtin.mjBUILTIN_GRADIENT
+        sky.rgb1, sky.rgb2, sky.width, sky.height = (0.8, 0.87, 0.95), (0.5, 0.65, 0.8), 256, 1536
+        tiles = {"type": texture.mjTEXTURE_2D, "builtin": builtin.mjBUILTIN_CHECKER}
+        tiles |= {"rgb1": (0.32, 0.38, 0.45), "rgb2": (0.4, 0.46, 0.53)}
+        spec.add_texture(name="painted_tiles", width=256, height=256, **tiles)
+        material = spec.add_material(name="painted_floor", texuniform=True)
+        material.texrepeat = (1, 1)  # a tile is 1 m wide
+        material.textures[mujoco.mjtTextureRole.mjTEXROLE_RGB] = "painted_tiles"
+        for geom in spec.geoms:
+            if geom.type == mujoco.mjtGeom.mjGEOM_PLANE:
+                geom.size[:2] = 0  # means endless
+                geom.material, geom.rgba = "painted_floor", (1, 1, 1, 1)
+        for light in spec.lights:
+            light.active = False
+        sun = spec.worldbody.add_light(pos=(0, -1, 3), dir=(0, 1, -3), diffuse=(0.5, 0.5, 0.5))
+        sun.type = mujoco.mjtLightType.mjLIGHT_DIRECTIONAL
+        sun.mode = mujoco.mjtCamLight.mjCAMLIGHT_TRACKCOM  # farther away it casts no shadow
+        spec.visual.quality.shadowsize = 1024  # 4096 is half the work of a picture without a GPU
+        spec.visual.headlight.ambient = spec.visual.headlight.diffuse = (0.35, 0.35, 0.35)
+        with warnings.catch_warnings():  # MuJoCo 4 finds the cheetah's file old-fashioned
+            warnings.simplefilter("ignore")
+            self.model = spec.compile()
+        self.data = mujoco.MjData(self.model)
+        self.renderer: mujoco.Renderer | None = None
+        mujoco.mj_forward(self.model, self.data)
+        solid = self.model.geom_type != mujoco.mjtGeom.mjGEOM_PLANE
+        position, rotation = self.data.geom_xpos[solid], self.data.geom_xmat[solid]
+        half = self.model.geom_aabb[solid, 3:, None]  # of the box around each geom, in its frame
+        half = (np.abs(rotation).reshape(-1, 3, 3) @ half).squeeze(-1)
+        low, high = (position - half).min(0), (position + half).max(0)
+        self.camera, self.follows = mujoco.MjvCamera(), follows
+        self.camera.lookat[:] = (low + high) / 2
+        self.camera.azimuth, self.camera.elevation = 90, elevation
+        self.camera.distance = 1.8 * np.linalg.norm(high - low)  # with room for a jump
+
+    def pose(self, qpos: np.ndarray) -> None:
+        """Put it into the joint positions (nq,)."""
+        self.data.qpos[:] = qpos
+        mujoco.mj_forward(self.model, self.data)
+        if self.follows:  # on the ground; that it jumps shall be seen
+            self.camera.lookat[:2] = self.data.subtree_com[1, :2]
+
+    def paint(self) -> np.ndarray:
+        """An RGB picture (480, 640, 3) uint8."""
+        if self.renderer is None:
+            self.renderer = mujoco.Renderer(self.model, 480, 640)
+        for _ in range(2):  # the floor is laid around where the camera was before
+            self.renderer.update_scene(self.data, self.camera)
+        return self.renderer.render()
+
+
 class MujocoEnv(VecEnv):
     """What the ten have in common; each below says what it reads, observes, pays and when it ends.
 
@@ -260,6 +324,7 @@ class MujocoEnv(VecEnv):
     xml_file: str
     frame_skip: int
     max_episode_steps = 1000
+    camera_elevation, camera_follows = -15, False  # degrees; whether it goes along
     defaults: dict[str, Any] = {}
 
     def __init__(
@@ -371,20 +436,21 @@ class MujocoEnv(VecEnv):
         self._unstable = None
         self.sim.load_state_dict(state["sim"])
 
-    def render(self, index: int = 0, width: int = 480, height: int = 480) -> np.ndarray:
-        """An RGB picture (height, width, 3) uint8 of env `index`."""
-        if not hasattr(self, "_renderer"):
-            self._renderer = mujoco.Renderer(self.model, height, width)
-            self._picture_data = mujoco.MjData(self.model)
-        self._picture_data.qpos[:] = self.qpos[index].double().cpu().numpy()
-        mujoco.mj_forward(self.model, self._picture_data)
-        camera = mujoco.MjvCamera()
-        mujoco.mjv_defaultFreeCamera(self.model, camera)
-        camera.lookat[:] = self._picture_data.subtree_com[1]
-        self._renderer.update_scene(self._picture_data, 0 if self.model.ncam else camera)
-        return self._renderer.render()
+    @functools.cached_property
+    def painter(self) -> Painter:
+        return Painter(ASSETS / self.options.xml_file, self.camera_elevation, self.camera_follows)
+
+    def render(self, index: int = 0) -> np.ndarray:
+        """An RGB picture (480, 640, 3) uint8 of env `index`; the camera goes along with a runner.
+
+        Without a display, MUJOCO_GL=egl (or osmesa) must be set before mujoco is imported.
+        """
+        self.painter.pose(self.qpos[index].double().cpu().numpy())
+        return self.painter.paint()
 
     def close_extras(self, **kwargs: Any) -> None:
+        if "painter" in vars(self) and self.painter.renderer is not None:
+            self.painter.renderer.close()
         if isinstance(self.sim, CSimulation):
             self.sim.pool.shutdown()
 
@@ -412,6 +478,7 @@ class Runner(MujocoEnv):
     noise, velocity uniform or normal noise, both of `reset_noise_scale`.
     """
 
+    camera_follows = True
     skipped_positions = 1  # x (and y): where it is does not matter for how to run
     normal_velocity = False
     max_observed_velocity = float("inf")
@@ -476,6 +543,7 @@ class Swimmer(Runner):
     """Three links in a viscous fluid. obs 8: position without x, y (3), velocity (5). Action 2."""
 
     xml_file, frame_skip, skipped_positions = "swimmer.xml", 4, 2
+    camera_elevation = -50
     defaults = {**RUNNER, "ctrl_cost_weight": 1e-4}
 
 
@@ -696,6 +764,7 @@ class Reacher(MujocoEnv):
     """
 
     xml_file, frame_skip, max_episode_steps = "reacher.xml", 2, 50
+    camera_elevation = -60
     defaults = {"reward_dist_weight": 1.0, "reward_control_weight": 1.0}
 
     def _fields(self) -> dict[str, tuple[str, Any]]:
@@ -735,6 +804,7 @@ class Pusher(MujocoEnv):
     """
 
     xml_file, frame_skip, max_episode_steps = "pusher_v5.xml", 5, 100
+    camera_elevation = -40
     defaults = {"reward_near_weight": 0.5, "reward_dist_weight": 1.0, "reward_control_weight": 0.1}
 
     def _fields(self) -> dict[str, tuple[str, Any]]:

@@ -1,0 +1,292 @@
+"""Score, watch, film or export a trained policy: the best one of a run, or the last.
+
+    python algos/play.py RUN_DIR                        ten deterministic episodes, every return
+    python algos/play.py RUN_DIR --video ant.mp4        one episode on film, .mp4 or .gif
+    python algos/play.py RUN_DIR --show                 in a window
+    python algos/play.py RUN_DIR --export policy.pt2    for programs that have torch, but not this
+
+best.pt and last.pt know their script, its arguments and the environment: nothing else is read.
+"""
+
+import importlib
+import importlib.util
+import json
+import math
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import gymnasium
+import torch
+import tyro
+from torch import nn
+
+import vec_envs
+from algos.worker_learner import LONGEST_EVALUATION, UserError, _check, _load_checked, score
+
+FASTEST_FILM = {".mp4": 50, ".gif": 25}  # pictures a second; a Hopper steps 125 times a second
+LONGEST_FILM = 60  # seconds, for environments whose episodes need not end
+TRY_GL = "import mujoco; mujoco.Renderer(mujoco.MjModel.from_xml_string('<mujoco/>'), 8, 8).close()"
+
+
+@dataclass
+class Args:
+    """Score, watch, film or export a trained policy."""
+
+    run_dir: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN_DIR")]
+    """folder of the run"""
+    checkpoint: Literal["best", "last"] = "best"
+    """which policy of the run"""
+    episodes: int = 10
+    """how many to play, all at once (--show: one after another)"""
+    seed: int = 0
+    """of the environments: one seed, one result"""
+    json: bool = False
+    """print the scores as one JSON object and nothing else"""
+    video: str = ""
+    """film one episode into this .mp4 or .gif file"""
+    show: bool = False
+    """play in a window"""
+    export: str = ""
+    """write the policy to this .pt2 file by torch.export"""
+
+
+LIMITS = {"episodes": (1, 10_000), "seed": (0, 2**31 - 1)}
+
+
+def load(args: Args) -> dict[str, Any]:
+    """What best.pt or last.pt holds: script, args, step, agent (the weights)."""
+    folder, path = Path(args.run_dir), Path(args.run_dir, f"{args.checkpoint}.pt")
+    if not path.exists():
+        if not (folder / "args.json").exists():
+            raise UserError(f"{folder} is not the folder of a run: there is no args.json in it")
+        raise UserError(f"{folder} has no {path.name} yet: its training has not come that far")
+    saved, problem = _load_checked(path)
+    if saved is None:
+        other = {"best": "last", "last": "best"}[args.checkpoint]
+        raise UserError(f"{path} is damaged ({problem}); try --checkpoint {other}")
+    if not isinstance(saved, dict) or not {"script", "args", "step", "agent"} <= saved.keys():
+        raise UserError(f"{path} is not a policy that a script of algos/ has saved")
+    return saved
+
+
+def make(saved: dict, num_envs: int, seed: int, draws: bool = False) -> tuple[nn.Module, Any]:
+    """The agent, made with its run's own arguments, and its environment, both on the CPU."""
+    script, name = saved["script"], saved["args"]["env"]
+    # Gymnasium wants to know beforehand; the environments of vec_envs can all be drawn
+    options = {"render_mode": "rgb_array"} if draws and name not in vec_envs.NAMES else {}
+    try:
+        env = vec_envs.make(name, num_envs, "cpu", seed, **options)
+    except ValueError as error:
+        raise UserError(_line(error)) from None
+    spaces = env.single_observation_space, env.single_action_space
+    try:
+        module = importlib.import_module(f"algos.{script}")
+        agent = module.Agent(*spaces, module.Args(**saved["args"]))
+        agent.load_state_dict(saved["agent"])
+    except (ImportError, AttributeError, TypeError, RuntimeError) as error:
+        raise UserError(f"algos/{script}.py does not fit the policy: {_line(error)}") from None
+    return agent.eval().requires_grad_(False), env
+
+
+def print_score(args: Args, saved: dict) -> None:
+    agent, env = make(saved, args.episodes, args.seed)
+    mean, std, length, returns = score(agent, env, args.seed)
+    facts = {"script": saved["script"], "env": saved["args"]["env"], "run_dir": args.run_dir}
+    facts |= {"checkpoint": args.checkpoint, "step": saved["step"], "seed": args.seed}
+    if args.json:
+        numbers = {"return_mean": mean, "return_std": std, "length_mean": length}
+        print(json.dumps({**facts, "episodes": args.episodes, **numbers, "returns": returns}))
+        return
+    print("{script} on {env}, {checkpoint}.pt of step {step}, seed {seed}".format(**facts))
+    print("episode      return")
+    for number, value in enumerate(returns, 1):
+        print(f"{number:7}  {value:10.2f}")
+    print(f"   mean  {mean:10.2f} ± {std:.2f} (standard deviation), {length:.1f} steps long")
+
+
+def episode(agent: nn.Module, env: vec_envs.VecEnv, seed: int | None) -> Iterator[None]:
+    """Play one episode, pausing before each step; say how it was."""
+    obs, _ = env.reset(seed=seed)
+    for _ in range(min(env.max_episode_steps, LONGEST_EVALUATION)):
+        yield
+        obs, _, terminated, truncated, info = env.step(agent(obs))
+        if terminated[0] or truncated[0]:
+            break
+    print(f"return {info['episode_return'][0]:.2f} in {info['episode_length'][0]} steps")
+
+
+def seconds_per_step(env: vec_envs.VecEnv) -> float:
+    return getattr(env, "dt", None) or 1 / (env.metadata.get("render_fps") or 30)
+
+
+def draw(env: vec_envs.VecEnv) -> Any:
+    try:
+        return env.render(0)
+    except Exception as error:  # a package is missing, or whatever somebody's environment raises
+        raise UserError(f"{env.name} cannot be drawn: {_line(error)}") from None
+
+
+def choose_gl(name: str) -> None:
+    """Have MuJoCo draw without a window: MUJOCO_GL, which it reads when it is imported.
+
+    Each way is tried in a process of its own, since one that fails is there to stay.
+    """
+    made_by = vec_envs.NAMES.get(name) or getattr(gymnasium.registry.get(name), "entry_point", "")
+    if sys.platform != "linux" or "mujoco" not in str(made_by):
+        return
+    given = os.environ.get("MUJOCO_GL")
+    for way in (given,) if given else ("egl", "osmesa", "glfw"):
+        command = [sys.executable, "-c", TRY_GL]
+        trial = subprocess.run(command, env={**os.environ, "MUJOCO_GL": way}, capture_output=True)
+        if trial.returncode == 0:
+            os.environ["MUJOCO_GL"] = way
+            return
+    raise UserError(
+        f"no OpenGL without a window here (tried {given or 'EGL and OSMesa'}); on Debian and "
+        "Ubuntu: apt-get install libegl1 libgl1-mesa-dri"
+    )
+
+
+def film(args: Args, saved: dict) -> None:
+    import imageio
+
+    kind = Path(args.video).suffix
+    if kind == ".mp4" and importlib.util.find_spec("imageio_ffmpeg") is None:
+        raise UserError('an .mp4 needs ffmpeg: pip install "crane-rl[video]", or make it a .gif')
+    os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pygame, too, draws without a window
+    choose_gl(saved["args"]["env"])
+    agent, env = make(saved, 1, args.seed, draws=True)
+    every = math.ceil(1 / (seconds_per_step(env) * FASTEST_FILM[kind]))  # steps a picture
+    seconds, count = every * seconds_per_step(env), 0
+    if kind == ".mp4":
+        how = {"fps": 1 / seconds, "macro_block_size": 2}  # even sizes
+    else:
+        how = {"duration": 1000 * seconds, "loop": 0}  # for ever
+    with imageio.get_writer(args.video, mode="I", **how) as writer:
+        for step, _ in enumerate(episode(agent, env, args.seed)):
+            if step % every == 0 and count * seconds < LONGEST_FILM:
+                writer.append_data(draw(env))
+                count += 1
+    env.close()
+    print(f"{args.video}: {count} pictures, {count * seconds:.1f} seconds")
+
+
+def show(args: Args, saved: dict) -> None:
+    if sys.platform == "linux" and not {"DISPLAY", "WAYLAND_DISPLAY"} & os.environ.keys():
+        raise UserError("--show needs a display, and there is none; take --video FILE.gif")
+    agent, env = make(saved, 1, args.seed, draws=True)
+    env.reset()
+    is_mujoco = vec_envs.NAMES.get(saved["args"]["env"]) == "mujoco"
+    update, close = mujoco_window(env) if is_mujoco else picture_window(env)
+    due = time.perf_counter()
+    for number in range(args.episodes):
+        for _ in episode(agent, env, args.seed if number == 0 else None):
+            if not update():
+                return close()
+            due = max(due + seconds_per_step(env), time.perf_counter())
+            time.sleep(max(0.0, due - time.perf_counter()))
+    close()
+
+
+def mujoco_window(env: vec_envs.VecEnv) -> tuple[Callable[[], bool], Callable[[], None]]:
+    """MuJoCo's viewer -> functions that show the present state (false once closed), and close."""
+    import glfw
+    import mujoco.viewer
+
+    glfw.ERROR_REPORTING = "ignore"
+    if not glfw.init():  # the viewer would wait for ever
+        raise UserError("--show: no window can be opened on this display")
+    painter, threads = env.painter, set(threading.enumerate())
+    hide = {"show_left_ui": False, "show_right_ui": False}
+    try:
+        viewer = mujoco.viewer.launch_passive(painter.model, painter.data, **hide)
+    except RuntimeError as error:  # macOS wants mjpython instead of python
+        raise UserError(f"--show: {_line(error)}") from None
+    for name in ("lookat", "distance", "azimuth", "elevation"):
+        setattr(viewer.cam, name, getattr(painter.camera, name))
+    viewer.cam.type, viewer.cam.trackbodyid = mujoco.mjtCamera.mjCAMERA_TRACKING, 1
+
+    def update() -> bool:
+        painter.pose(env.qpos[0].numpy())
+        viewer.sync()
+        return viewer.is_running()
+
+    def close() -> None:
+        viewer.close()
+        for thread in set(threading.enumerate()) - threads:  # else Python's end may crash it
+            thread.join(5)
+
+    return update, close
+
+
+def picture_window(env: vec_envs.VecEnv) -> tuple[Callable[[], bool], Callable[[], None]]:
+    """The same for everything else: its own pictures, in a window of pygame."""
+    os.environ["PYGAME_HIDE_SUPPORT_PROMPT"] = "1"
+    try:
+        import pygame
+    except ImportError:
+        raise UserError("--show needs pygame: pip install pygame") from None
+    try:
+        window = pygame.display.set_mode(draw(env).shape[1::-1])
+    except pygame.error as error:
+        raise UserError(f"--show: {_line(error)}") from None
+    if pygame.display.get_driver() == "offscreen":  # what SDL takes where it finds no display
+        raise UserError("--show: no window can be opened on this display")
+
+    def update() -> bool:
+        picture = pygame.surfarray.make_surface(draw(env).swapaxes(0, 1))
+        window.blit(picture, (0, 0))
+        pygame.display.flip()
+        return not pygame.event.get(pygame.QUIT)
+
+    return update, pygame.display.quit
+
+
+def export(args: Args, saved: dict) -> None:
+    agent, env = make(saved, 2, args.seed)
+    obs, _ = env.reset()
+    batch = torch.export.Dim("batch")  # of any size
+    program = torch.export.export(agent, (obs,), dynamic_shapes=({0: batch},))
+    torch.export.save(program, args.export)
+    print(
+        f"{args.export}: observations (batch, {', '.join(map(str, obs.shape[1:]))}), float32, to "
+        f"actions of {env.name}. To use it:\n    import torch\n"
+        f"    policy = torch.export.load({args.export!r}).module()\n"
+        "    actions = policy(observations)"
+    )
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def main(args: Args) -> None:
+    _check(args, LIMITS)
+    asked = [name for name in ("json", "video", "show", "export") if getattr(args, name)]
+    if len(asked) > 1:
+        raise UserError(f"--{asked[0]} and --{asked[1]}: one at a time")
+    for name, endings in (("video", FASTEST_FILM), ("export", (".pt2",))):
+        path = Path(getattr(args, name))
+        if name in asked and path.suffix not in endings:
+            raise UserError(f"--{name} {path}: the name must end in {' or '.join(endings)}")
+        if name in asked and not path.parent.is_dir():
+            raise UserError(f"--{name} {path}: there is no folder {path.parent}")
+    torch.set_num_threads(1)  # the networks are small
+    tasks = {"video": film, "show": show, "export": export}
+    try:
+        tasks.get("".join(asked), print_score)(args, load(args))
+    except OSError as error:  # full disk, no permission
+        raise UserError(_line(error)) from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args, config=(tyro.conf.FlagCreatePairsOff,)))

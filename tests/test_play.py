@@ -1,0 +1,327 @@
+"""play.py with policies trained a moment before: that what it says is so, and how it fails."""
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageSequence
+
+import vec_envs
+from algos import play, ppo
+from algos.worker_learner import UserError
+
+ROOT = Path(__file__).parent.parent
+TRAINING = ("--total-steps", "4096", "--num-envs", "8", "--eval-every", "0", "--eval-episodes", "3")
+
+
+def run(*arguments, **environment) -> subprocess.CompletedProcess:
+    command = [sys.executable, *map(str, arguments)]
+    environment = {**os.environ, **environment}
+    return subprocess.run(command, capture_output=True, text=True, env=environment)
+
+
+def call(run_dir, **options) -> None:
+    play.main(play.Args(str(run_dir), **options))
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> dict[str, Path]:
+    """A run folder of each of two environments, trained side by side."""
+    folder = tmp_path_factory.mktemp("runs")
+    children = {}
+    for name in ("CartPole", "Hopper"):
+        command = [sys.executable, ROOT / "algos" / "ppo.py", "--env", name, *TRAINING]
+        command += ["--run-dir", folder / name, "--env-threads", "1", "--seed", "3"]
+        children[name] = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    for child in children.values():
+        assert child.wait(100) == 0
+    return {name: folder / name for name in children}
+
+
+@pytest.fixture
+def altered(runs, tmp_path):
+    """A copy of the CartPole policy with something in it changed."""
+
+    def alter(source="CartPole", arguments=None, **changes) -> Path:
+        saved = torch.load(runs[source] / "best.pt", weights_only=True)
+        saved["args"].update(arguments or {})
+        torch.save({**saved, **changes}, tmp_path / "best.pt")
+        return tmp_path
+
+    return alter
+
+
+@pytest.fixture
+def needs_gl(monkeypatch) -> None:
+    monkeypatch.setenv("MUJOCO_GL", os.environ.get("MUJOCO_GL", ""))  # undone afterwards
+    try:
+        play.choose_gl("Hopper")
+    except UserError as error:
+        pytest.skip(str(error))
+
+
+def trained(run_dir: Path) -> tuple[ppo.Agent, dict]:
+    """The agent, built without play.py."""
+    saved = torch.load(run_dir / "best.pt", weights_only=True)
+    env = vec_envs.make(saved["args"]["env"], 1)
+    spaces = env.single_observation_space, env.single_action_space
+    agent = ppo.Agent(*spaces, ppo.Args(**saved["args"]))
+    agent.load_state_dict(saved["agent"])
+    return agent.requires_grad_(False), saved
+
+
+def sums_of_rewards(run_dir: Path, episodes: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns and lengths of the first episodes, added up one reward after the other."""
+    agent, saved = trained(run_dir)
+    env = vec_envs.make(saved["args"]["env"], episodes)
+    obs, _ = env.reset(seed=seed)
+    returns, lengths, running = np.zeros(episodes), np.zeros(episodes), np.ones(episodes, bool)
+    while running.any():
+        obs, reward, terminated, truncated, _ = env.step(agent(obs))
+        returns += reward.double().numpy() * running
+        lengths += running
+        running &= ~(terminated | truncated).numpy()
+    return returns, lengths
+
+
+@pytest.mark.parametrize("name", ["CartPole", "Hopper"])
+def test_scores_are_the_sums_of_the_rewards(runs, name, capsys):
+    returns, lengths = sums_of_rewards(runs[name], episodes=4, seed=5)
+    assert returns.std() > 0
+    call(runs[name], episodes=4, seed=5, json=True)
+    scores = json.loads(capsys.readouterr().out)
+    np.testing.assert_allclose(scores["returns"], returns, rtol=1e-5)
+    assert scores["return_mean"] == pytest.approx(returns.mean(), rel=1e-5)
+    assert scores["return_std"] == pytest.approx(returns.std(), rel=1e-4)
+    assert scores["length_mean"] == pytest.approx(lengths.mean())
+    assert (scores["script"], scores["env"], scores["episodes"]) == ("ppo", name, 4)
+
+    call(runs[name], episodes=4, seed=5)
+    first, _, *rows, last = capsys.readouterr().out.splitlines()
+    assert first == f"ppo on {name}, best.pt of step 4096, seed 5"
+    assert [row.split()[0] for row in rows] == ["1", "2", "3", "4"]
+    np.testing.assert_allclose([float(row.split()[1]) for row in rows], returns, atol=0.0051)
+    numbers = [float(number) for number in re.findall(r"[\d.]+", last)]
+    expected = [returns.mean(), returns.std(), lengths.mean()]
+    np.testing.assert_allclose(numbers, expected, atol=0.051)
+
+
+def test_scores_are_those_of_the_training_run(runs, capsys):
+    _, saved = trained(runs["Hopper"])
+    seed = (saved["args"]["seed"] + 1) * 1_000_000 + saved["step"]
+    call(runs["Hopper"], episodes=3, seed=seed, json=True, checkpoint="last")
+    assert json.loads(capsys.readouterr().out)["return_mean"] == saved["return"]
+
+
+def test_the_command_prints_one_json_object_and_nothing_else(runs):
+    done = run(ROOT / "algos" / "play.py", runs["CartPole"], "--json", "--episodes", "2")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert len(json.loads(done.stdout)["returns"]) == 2
+
+
+USE_EXPORT = """
+import sys
+sys.modules["algos"] = sys.modules["vec_envs"] = None  # importing them is an error
+import torch
+policy = torch.export.load("policy.pt2").module()
+torch.save([policy(obs) for obs in torch.load("observations.pt")], "actions.pt")
+"""
+
+
+def test_an_exported_policy_needs_nothing_but_torch(runs, tmp_path, capsys):
+    children = []
+    for name, run_dir in runs.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        call(run_dir, export=str(folder / "policy.pt2"))
+        assert f"torch.export.load('{folder}/policy.pt2').module()" in capsys.readouterr().out
+        obs_dim = trained(run_dir)[0].normalizer.mean.shape[0]
+        observations = [torch.randn(batch, obs_dim) for batch in (1, 2, 5)]
+        torch.save(observations, folder / "observations.pt")
+        command = [sys.executable, "-I", "-c", USE_EXPORT]
+        children.append(subprocess.Popen(command, cwd=folder))
+    for (name, run_dir), child in zip(runs.items(), children, strict=True):
+        assert child.wait(60) == 0
+        agent, folder = trained(run_dir)[0], tmp_path / name
+        for obs, action in zip(
+            torch.load(folder / "observations.pt"), torch.load(folder / "actions.pt"), strict=True
+        ):
+            torch.testing.assert_close(action, agent(obs), atol=1e-6, rtol=0)
+
+
+def read_gif(path: Path) -> tuple[np.ndarray, int]:
+    """Its pictures, those that are equal to the one before left out, and its milliseconds."""
+    with Image.open(path) as image:
+        pairs = [
+            (np.array(one.convert("RGB")), one.info["duration"])
+            for one in ImageSequence.Iterator(image)
+        ]
+    pictures, durations = zip(*pairs, strict=True)
+    return np.stack(pictures), sum(durations)
+
+
+def assert_is_a_film(pictures: np.ndarray) -> None:
+    assert len(pictures) > 2
+    changed = (pictures[1:] != pictures[:-1]).any(-1).mean((1, 2))  # share of the pixels
+    assert (changed > 0).mean() > 0.8 and changed.max() < 0.9
+    assert pictures[-1].std() > 5  # not one colour
+
+
+@pytest.mark.parametrize("name", ["CartPole", "CartPole-v1"])
+def test_a_gif_of_classic_control(altered, name, tmp_path, capsys):
+    call(altered(arguments={"env": name}), video=str(tmp_path / "film.gif"), seed=1)
+    steps = int(re.search(r"in (\d+) steps", capsys.readouterr().out)[1])
+    pictures, milliseconds = read_gif(tmp_path / "film.gif")
+    assert milliseconds == 20 * (steps + steps % 2)  # 50 steps a second, 25 pictures
+    assert pictures.shape[1:] == (400, 600, 3)
+    assert_is_a_film(pictures)
+
+
+@pytest.mark.parametrize("name", ["Hopper", "Hopper-v5"])
+def test_a_gif_of_mujoco(altered, name, tmp_path, needs_gl):
+    film = tmp_path / "film.gif"
+    folder = altered("Hopper", arguments={"env": name})
+    done = run(ROOT / "algos" / "play.py", folder, "--video", film)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert_is_a_film(read_gif(film)[0])
+
+
+def test_an_mp4(runs, tmp_path, capsys):
+    pytest.importorskip("imageio_ffmpeg")
+    import imageio
+
+    call(runs["CartPole"], video=str(tmp_path / "film.mp4"), seed=1)
+    steps = int(re.search(r"in (\d+) steps", capsys.readouterr().out)[1])
+    with imageio.get_reader(tmp_path / "film.mp4") as reader:
+        assert reader.get_meta_data()["fps"] == 50
+        assert reader.get_meta_data()["size"] == (600, 400)
+        pictures = np.stack([picture for picture in reader])
+    assert len(pictures) == steps
+    assert_is_a_film(pictures)
+
+
+RENDER = """
+import numpy as np, vec_envs
+env = vec_envs.make("Hopper", 1)
+env.reset(seed=0)
+here = env.render()
+qpos = env.qpos[0].numpy().copy()
+for metres in (2, 1000):  # two tiles, and far beyond the end of Gymnasium's floor
+    qpos[0] += metres
+    env.painter.pose(qpos)
+    assert np.abs(env.painter.paint().astype(int) - here).mean() < 1
+qpos[1] += 0.2  # a jump is seen, the camera does not jump too
+env.painter.pose(qpos)
+assert np.abs(env.painter.paint().astype(int) - here).mean() > 1
+env.close()
+"""
+
+
+def test_the_camera_and_the_floor_go_with_the_robot(needs_gl):
+    done = run("-c", RENDER)
+    assert done.returncode == 0, done.stderr
+
+
+def test_without_a_gl(monkeypatch, runs, tmp_path):
+    monkeypatch.delenv("MUJOCO_GL", raising=False)
+    tried = []
+
+    def fail(*_, env, **__):
+        tried.append(env["MUJOCO_GL"])
+        return SimpleNamespace(returncode=1)
+
+    monkeypatch.setattr(play.subprocess, "run", fail)
+    with pytest.raises(UserError, match="apt-get install libegl1"):
+        call(runs["Hopper"], video=str(tmp_path / "film.gif"))
+    assert tried[:2] == ["egl", "osmesa"] and "MUJOCO_GL" not in os.environ
+    monkeypatch.setenv("MUJOCO_GL", "osmesa")
+    with pytest.raises(UserError, match="tried osmesa"):
+        play.choose_gl("HumanoidStandup-v5")
+    tried.clear()
+    play.choose_gl("CartPole-v1")
+    assert not tried
+
+
+def test_mp4_without_ffmpeg(monkeypatch, runs, tmp_path):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r'pip install "crane-rl\[video\]"'):
+        call(runs["CartPole"], video=str(tmp_path / "film.mp4"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere there is a display")
+def test_a_window_without_a_display(monkeypatch, runs):
+    monkeypatch.delenv("DISPLAY", raising=False)
+    monkeypatch.delenv("WAYLAND_DISPLAY", raising=False)
+    with pytest.raises(UserError, match="--show needs a display"):
+        call(runs["CartPole"], show=True)
+
+
+def flip_a_bit(content: bytes) -> bytes:
+    middle = len(content) // 2
+    return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+
+
+@pytest.mark.parametrize("damage", [flip_a_bit, lambda content: content[:-1000], lambda _: b""])
+def test_a_damaged_policy(runs, tmp_path, damage):
+    (tmp_path / "best.pt").write_bytes(damage((runs["CartPole"] / "best.pt").read_bytes()))
+    with pytest.raises(UserError, match=r"best\.pt is damaged"):
+        call(tmp_path)
+
+
+def test_an_error_is_one_sentence_without_a_traceback(runs, tmp_path):
+    (tmp_path / "best.pt").write_bytes(flip_a_bit((runs["CartPole"] / "best.pt").read_bytes()))
+    done = run(ROOT / "algos" / "play.py", tmp_path)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "is damaged" in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"script": "no_such_script"}, "No module named 'algos.no_such_script'"),
+        ({"script": "../ppo"}, "No module named"),
+        ({"script": "play"}, "algos/play.py does not fit the policy"),
+        ({"arguments": {"unheard_of": 1}}, "unexpected keyword argument 'unheard_of'"),
+        ({"arguments": {"hidden_size": 32}}, "size mismatch"),
+        ({"arguments": {"env": "Hopper"}}, "size mismatch"),
+        ({"arguments": {"env": "CartPool"}}, "unknown environment 'CartPool'"),
+    ],
+)
+def test_a_policy_that_does_not_fit(altered, changes, message):
+    with pytest.raises(UserError, match=message) as error:
+        call(altered(**changes))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"video": "film.avi"}, r"film.avi: the name must end in .mp4 or .gif"),
+        ({"export": "policy.pt"}, r"policy.pt: the name must end in .pt2"),
+        ({"video": "nowhere/film.gif"}, "there is no folder nowhere"),
+        ({"episodes": 0}, "--episodes is 0; allowed is from 1"),
+        ({"json": True, "video": "film.gif"}, "one at a time"),
+    ],
+)
+def test_what_cannot_be_asked(runs, options, message):
+    with pytest.raises(UserError, match=message):
+        call(runs["CartPole"], **options)
+
+
+def test_a_folder_without_a_policy(tmp_path):
+    with pytest.raises(UserError, match="nowhere is not the folder of a run"):
+        call(tmp_path / "nowhere")
+    (tmp_path / "args.json").write_text("{}")
+    with pytest.raises(UserError, match=r"has no best\.pt yet"):
+        call(tmp_path)
+    torch.save({"agent": {}}, tmp_path / "best.pt")
+    with pytest.raises(UserError, match="is not a policy"):
+        call(tmp_path)

@@ -1,0 +1,240 @@
+"""The mathematics of a2c.py and ppo.py against references written out independently."""
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+
+from algos import a2c, ppo
+
+BOX = gymnasium.spaces.Box(-2.0, 2.0, (3,))
+OBS = gymnasium.spaces.Box(-np.inf, np.inf, (5,))
+
+
+def make_agent(module=ppo, action_space=BOX, **options):
+    torch.manual_seed(0)
+    args = module.Args(hidden_size=7, num_envs=4, **options)
+    agent = module.Agent(OBS, action_space, args).double()
+    with torch.no_grad():  # away from the special values of initialisation
+        for parameter in agent.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return agent, args
+
+
+def random_batch(agent, size=12, discrete=False):
+    generator = torch.Generator().manual_seed(1)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    action = torch.randint(3, (size,), generator=generator) if discrete else normal(size, 3)
+    return {
+        "obs": normal(size, 5),
+        "action": action,
+        "log_prob": -3 + 0.5 * normal(size),
+        "value": normal(size),
+        "advantage": normal(size),
+        "returns": normal(size),
+    }
+
+
+def test_gae_against_the_sum_it_abbreviates():
+    """Â_t = Σ_l (γλ)^l δ_{t+l} up to the first end of an episode, in plain Python."""
+    rng = np.random.default_rng(0)
+    steps, envs = 17, 6
+    reward, value, next_value = rng.normal(size=(3, steps, envs))
+    terminated = rng.random((steps, envs)) < 0.15
+    truncated = rng.random((steps, envs)) < 0.15
+    done = terminated | truncated
+    args = ppo.Args(discount=0.9, gae_lambda=0.8)
+    expected = np.zeros((steps, envs))
+    for env in range(envs):
+        for t in range(steps):
+            weight = 1.0
+            for k in range(t, steps):
+                bootstrap = 0.0 if terminated[k, env] else 0.9 * next_value[k, env]
+                expected[t, env] += weight * (reward[k, env] + bootstrap - value[k, env])
+                weight *= 0.9 * 0.8
+                if done[k, env]:
+                    break
+    tensors = [torch.tensor(x) for x in (reward, value, next_value, terminated, done)]
+    for module in (ppo, a2c):
+        np.testing.assert_allclose(module.gae(*tensors, args).numpy(), expected, atol=1e-12)
+
+
+@pytest.mark.parametrize("discrete", [False, True])
+def test_log_prob_and_entropy_are_those_of_torch_distributions(discrete):
+    space = gymnasium.spaces.Discrete(3) if discrete else BOX
+    agent, _ = make_agent(action_space=space)
+    batch = random_batch(agent, discrete=discrete)
+    output = agent.actor(batch["obs"])
+    if discrete:
+        reference = torch.distributions.Categorical(logits=output)
+    else:
+        normal = torch.distributions.Normal(output, agent.log_std.exp())
+        reference = torch.distributions.Independent(normal, 1)
+    log_prob, entropy = agent.log_prob_entropy(batch["obs"], batch["action"])
+    torch.testing.assert_close(log_prob, reference.log_prob(batch["action"]))
+    torch.testing.assert_close(entropy, reference.entropy())
+
+
+def test_sampling_follows_the_distribution():
+    agent, _ = make_agent(action_space=gymnasium.spaces.Discrete(3))
+    obs = torch.randn(1, 5, dtype=torch.float64)
+    probabilities = agent.actor(agent.normalizer(obs)).softmax(-1).squeeze(0)
+    draws = agent.sample(obs.expand(40_000, 5))
+    frequencies = torch.bincount(draws, minlength=3) / 40_000
+    assert (frequencies - probabilities).abs().max() < 0.015  # 6 standard errors
+    assert agent(obs).item() == probabilities.argmax()
+
+    agent, _ = make_agent()
+    draws = agent.sample(obs.expand(40_000, 5))
+    mean = agent.actor(agent.normalizer(obs)).squeeze(0)
+    assert ((draws.mean(0) - mean) / agent.log_std.exp()).abs().max() < 0.03
+    assert (draws.std(0) / agent.log_std.exp() - 1).abs().max() < 0.03
+
+
+def numpy_ppo_loss(weights, batch, args):
+    """PPO's loss once more, in numpy and float64, from nothing but the flat weights."""
+    x, action, old_log_prob, old_value, advantage, returns = batch
+    shapes = [(3,), (7, 5), (7,), (7, 7), (7,), (3, 7), (3,), (7, 5), (7,), (7, 7), (7,), (1, 7)]
+    shapes.append((1,))
+    parts, start = [], 0
+    for shape in shapes:
+        size = int(np.prod(shape))
+        parts.append(weights[start : start + size].reshape(shape))
+        start += size
+    assert start == len(weights)
+    log_std, w1, b1, w2, b2, w3, b3, v1, c1, v2, c2, v3, c3 = parts
+
+    mean = np.tanh(np.tanh(x @ w1.T + b1) @ w2.T + b2) @ w3.T + b3
+    value = (np.tanh(np.tanh(x @ v1.T + c1) @ v2.T + c2) @ v3.T + c3)[:, 0]
+    density = np.exp(-0.5 * ((action - mean) / np.exp(log_std)) ** 2) / (
+        np.exp(log_std) * np.sqrt(2 * np.pi)
+    )
+    ratio = np.prod(density, 1) / np.exp(old_log_prob)
+    normalized = (advantage - advantage.mean()) / (advantage.std(ddof=1) + 1e-8)
+    surrogate = np.where(
+        normalized > 0,
+        np.minimum(ratio, 1 + args.clip) * normalized,
+        np.maximum(ratio, 1 - args.clip) * normalized,
+    )
+    error = (value - returns) ** 2
+    if args.clip_value:
+        clipped = old_value + np.clip(value - old_value, -args.clip, args.clip)
+        error = np.maximum(error, (clipped - returns) ** 2)
+    entropy = np.sum(log_std + 0.5 * np.log(2 * np.pi * np.e))
+    return -surrogate.mean() + args.value_coef * 0.5 * error.mean() - args.entropy_coef * entropy
+
+
+@pytest.mark.parametrize("clip_value", [False, True])
+def test_gradient_of_the_loss(clip_value):
+    agent, args = make_agent(clip_value=clip_value, entropy_coef=0.03, value_coef=0.7, clip=0.3)
+    batch = random_batch(agent)
+    loss, _ = ppo.minibatch_loss(agent, batch, args)
+    loss.backward()
+    names = [name for name, _ in agent.named_parameters()]
+    assert names[0] == "log_std" and names[1].startswith("actor") and names[7].startswith("critic")
+    gradient = torch.cat([p.grad.flatten() for p in agent.parameters()]).numpy()
+    weights = torch.cat([p.detach().flatten() for p in agent.parameters()]).numpy()
+    arrays = [
+        batch[key].numpy() for key in ("obs", "action", "log_prob", "value", "advantage", "returns")
+    ]
+    np.testing.assert_allclose(loss.item(), numpy_ppo_loss(weights, arrays, args), rtol=1e-12)
+    step = 1e-6
+    for index in range(len(weights)):
+        above, below = weights.copy(), weights.copy()
+        above[index] += step
+        below[index] -= step
+        slope = numpy_ppo_loss(above, arrays, args) - numpy_ppo_loss(below, arrays, args)
+        np.testing.assert_allclose(gradient[index], slope / (2 * step), atol=2e-8)
+
+
+def test_a2c_gradient_is_ppos_before_the_first_step():
+    """At θ = θ_old the ratio is 1 and PPO's gradient is the policy gradient."""
+    agent, args = make_agent(entropy_coef=0.01)
+    batch = random_batch(agent)
+    batch["log_prob"] = agent.log_prob_entropy(batch["obs"], batch["action"])[0].detach()
+    for module, function in ((ppo, ppo.minibatch_loss), (a2c, a2c.batch_loss)):
+        agent.zero_grad()
+        function(agent, batch, args)[0].backward()
+        gradient = torch.cat([p.grad.flatten() for p in agent.parameters()])
+        if module is ppo:
+            first = gradient
+    torch.testing.assert_close(gradient, first)
+
+
+def test_clip_stops_the_gradient_on_one_side_only():
+    for log_ratio, advantage, flows in (
+        (0.5, 1.0, False),
+        (0.5, -1.0, True),
+        (-0.5, 1.0, True),
+        (-0.5, -1.0, False),
+    ):
+        x = torch.tensor([log_ratio], requires_grad=True)
+        ppo.policy_loss(x, torch.tensor([advantage]), 0.2).backward()
+        assert (x.grad.item() != 0) == flows
+
+
+def test_normalizer_holds_the_statistics_of_all_it_saw():
+    normalizer = ppo.Normalizer(3).double()
+    batches = [torch.randn(n, 3, dtype=torch.float64) * 5 + 100 for n in (2, 50, 1, 333)]
+    for batch in batches:
+        normalizer.update(batch)
+    everything = torch.cat(batches)
+    torch.testing.assert_close(normalizer.mean, everything.mean(0))
+    torch.testing.assert_close(normalizer.var, everything.var(0, correction=0))
+    x = normalizer(everything)
+    torch.testing.assert_close(x.mean(0), torch.zeros(3, dtype=torch.float64), atol=1e-6, rtol=0)
+
+
+def test_reward_scaler_against_a_loop():
+    rng = np.random.default_rng(0)
+    scaler = ppo.RewardScaler(2, discount=0.9).double()
+    running, seen = np.zeros(2), []
+    for _ in range(3):  # three rollouts: returns go on from one to the next
+        reward, done = rng.normal(size=(5, 2)) * 50, rng.random((5, 2)) < 0.3
+        scaled = scaler(torch.tensor(reward), torch.tensor(done)).numpy()
+        for t in range(5):
+            running = running * 0.9 + reward[t]
+            seen.append(running.copy())
+            running = np.where(done[t], 0, running)
+        np.testing.assert_allclose(scaled, np.clip(reward / np.std(seen), -10, 10), rtol=1e-6)
+
+
+def test_learning_rate_adapts_to_the_kl():
+    weight = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.Adam([weight], lr=torch.tensor(1e-3), fused=True)
+    for kl, factor in ((0.1, 1 / 1.5), (0.001, 1.5), (0.01, 1.0)):
+        optimizer.param_groups[0]["lr"].fill_(1e-3)
+        ppo.adapt_learning_rate(optimizer, torch.tensor(kl), target=0.01)
+        assert optimizer.param_groups[0]["lr"].item() == pytest.approx(1e-3 * factor)
+
+
+def test_actions_are_rescaled_and_clipped_for_the_environment():
+    space = gymnasium.spaces.Box(np.float32([-1.0, 0.0]), np.float32([3.0, 0.5]))
+    agent = ppo.Agent(OBS, space, ppo.Args(num_envs=1))
+    action = torch.tensor([[0.0, 0.0], [-1.0, 1.0], [-9.0, 9.0], [0.5, -0.5]])
+    expected = [[1.0, 0.25], [-1.0, 0.5], [-1.0, 0.5], [2.0, 0.125]]
+    torch.testing.assert_close(agent.to_env(action), torch.tensor(expected))
+
+
+def test_returns_bootstrap_from_the_true_last_observation():
+    """A truncated episode's return sees V(s') of its own s', not of the reset's observation."""
+    args = ppo.Args(num_envs=1, horizon=2, discount=0.5, gae_lambda=1.0)
+    agent = ppo.Agent(OBS, BOX, args)
+    obs = torch.randn(2, 1, 5)
+    next_obs = torch.randn(2, 1, 5)
+    rollout = {
+        "obs": obs,
+        "next_obs": next_obs,
+        "action": torch.zeros(2, 1, 3),
+        "reward": torch.tensor([[1.0], [1.0]]),
+        "terminated": torch.tensor([[False], [True]]),
+        "done": torch.tensor([[True], [True]]),
+    }
+    batch = ppo.prepare(agent, rollout, args)
+    scale = torch.rsqrt(agent.reward_scaler.statistics.var + 1e-8)
+    scaled = (rollout["reward"].flatten() * scale).clamp(-10, 10)
+    value = agent.value(agent.normalizer(next_obs))[0, 0]
+    torch.testing.assert_close(batch["returns"], scaled + torch.stack((0.5 * value, 0 * value)))

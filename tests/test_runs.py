@@ -1,0 +1,909 @@
+"""What `worker_learner.py` promises of a run, tried with real processes and real signals.
+
+Runs are killed, starved of disk, fed NaN and started with nonsense; they are tiny, and each test
+lets its runs live at the same time. Every one has a session of its own, in which the tests look
+for processes that should be gone.
+"""
+
+import hashlib
+import json
+import math
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import vec_envs
+from algos import ppo
+from algos.worker_learner import Workers, _load_checked, score
+
+ROOT = Path(__file__).parent.parent
+PATIENCE = 240  # seconds, for machines that are busy with something else
+TOTAL = 6000
+TINY = (
+    "--num-envs 4 --horizon 16 --minibatch-size 32 --epochs 1 --hidden-size 8 "
+    f"--total-steps {TOTAL} --checkpoint-every 500 --eval-every 1500 --eval-episodes 2"
+)
+# With this seed CartPole's best evaluation is neither the first nor the last.
+CARTPOLE, HOPPER = f"--env CartPole --seed 1 {TINY}", f"--env Hopper --env-threads 2 {TINY}"
+SESSIONS: set[int] = set()
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+# Helpers: start, watch, kill and finish a run; compare what it left.
+
+
+@dataclass
+class Started:
+    process: subprocess.Popen
+    dir: Path
+    logs: Path
+
+    def step(self) -> int:
+        """The last step in metrics.csv, 0 before the first."""
+        try:
+            lines = (self.dir / "metrics.csv").read_text().splitlines()
+        except FileNotFoundError:
+            return 0
+        return int(lines[-1].split(",")[0]) if len(lines) > 1 and "," in lines[-1] else 0
+
+    def has_checkpoint(self) -> bool:
+        return (self.dir / "checkpoint.pt").exists()
+
+    def children(self) -> list[int]:
+        """Its child processes in the order of their start: the workers, then the evaluator."""
+        spawned = []
+        for pid in alive(self.process.pid):
+            try:
+                command = Path(f"/proc/{pid}/cmdline").read_text()
+            except OSError:
+                continue
+            if "spawn_main" in command:
+                spawned.append(pid)
+        return sorted(spawned)
+
+
+@dataclass
+class Ended:
+    code: int
+    out: str
+    err: str
+    dir: Path
+
+    @property
+    def text(self) -> str:
+        return self.out + self.err
+
+
+def start(flags: str | list, run_dir: Path | None = None, sabotage: str = "", **options) -> Started:
+    """`python algos/ppo.py flags`; `sabotage` is code that runs in it before anything else."""
+    command = [sys.executable, str(ROOT / "algos" / "ppo.py")]
+    command += flags.split() if isinstance(flags, str) else flags
+    if run_dir is not None:
+        command += ["--run-dir", str(run_dir)]
+    elif "--resume" in command:
+        run_dir = Path(command[command.index("--resume") + 1])
+    return start_command(command, run_dir, sabotage, **options)
+
+
+def start_command(
+    command: list, run_dir: Path, sabotage: str = "", paths: tuple = (), plot=False, **options
+) -> Started:
+    logs = run_dir.parent / f"{run_dir.name}.logs.{time.monotonic_ns()}"
+    logs.mkdir(parents=True)
+    if not plot:  # saves a second of each run
+        (logs / "matplotlib.py").write_text("raise ImportError")
+    if sabotage:
+        (logs / "sitecustomize.py").write_text(textwrap.dedent(sabotage))
+    paths = (logs, *paths, os.environ.get("PYTHONPATH", ""))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
+    options = {
+        "cwd": ROOT,
+        "stdout": open(logs / "out", "w"),
+        "stderr": open(logs / "err", "w"),
+    } | (options)
+    process = subprocess.Popen(command, env=environment, start_new_session=True, **options)
+    SESSIONS.add(process.pid)
+    return Started(process, run_dir, logs)
+
+
+def resume(run_dir: Path, **options) -> Started:
+    return start(["--resume", str(run_dir)], **options)
+
+
+def finish(run: Started, code: int | None = 0, patience: float = PATIENCE) -> Ended:
+    """Wait for the end of a run; it must end with this exit code, and leave no process behind."""
+    try:
+        run.process.wait(patience)
+    except subprocess.TimeoutExpired:
+        err = (run.logs / "err").read_text()
+        raise AssertionError(f"hangs at step {run.step()}; it said: {err}") from None
+    ended = Ended(
+        run.process.returncode,
+        (run.logs / "out").read_text(),
+        (run.logs / "err").read_text(),
+        run.dir,
+    )
+    assert code is None or ended.code == code, ended
+    if code != -signal.SIGKILL:
+        assert "Traceback" not in ended.text, ended.text
+    wait_for(lambda: not alive(run.process.pid), 5, "processes that outlive the run")
+    return ended
+
+
+def kill(run: Started, number: int = signal.SIGKILL, group: bool = False) -> None:
+    assert run.process.poll() is None, f"ended too early: {finish(run, None)}"
+    (os.killpg if group else os.kill)(run.process.pid, number)
+
+
+def wait_for(condition, seconds: float = PATIENCE, what: str = "", run: Started | None = None):
+    deadline = time.monotonic() + seconds
+    while not (result := condition()):
+        if run is not None and run.process.poll() is not None:
+            raise AssertionError(f"ended while waiting for {what}: {finish(run, None)}")
+        assert time.monotonic() < deadline, f"after {seconds} s: {what}"
+        time.sleep(0.001)
+    return result
+
+
+def wait_for_step(run: Started, step: int) -> None:
+    wait_for(lambda: run.step() >= step, what=f"step {step}", run=run)
+
+
+def alive(session: int) -> list[int]:
+    """The processes of a session that are not dead."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                state, _, _, its_session = (
+                    (entry / "stat").read_text().rpartition(")")[2].split()[:4]
+                )
+            except OSError:  # it ended meanwhile
+                continue
+            if int(its_session) == session and state not in "ZX":
+                found.append(int(entry.name))
+    return found
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_running():
+    yield
+    for session in SESSIONS:
+        for pid in alive(session):
+            os.kill(pid, signal.SIGKILL)
+    SESSIONS.clear()
+
+
+def load(run_dir: Path, name: str = "checkpoint.pt") -> dict:
+    return torch.load(run_dir / name, weights_only=True)
+
+
+def same(a, b) -> bool:
+    """Equal to the last bit, all the way down."""
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    return type(a) is type(b) and (a == b or (a != a and b != b))  # NaN is NaN
+
+
+def assert_same_end(run_dir: Path, reference: Path) -> None:
+    """Both ended with the same weights, optimizer, simulators and random generator."""
+    ours, theirs = load(run_dir), load(reference)
+    for name in ("agent", "optimizer", "workers"):
+        assert same(ours[name], theirs[name]), name
+    assert same(ours["run"]["random"], theirs["run"]["random"])
+    assert ours["run"]["step"] == theirs["run"]["step"] >= TOTAL
+    assert same(load(run_dir, "last.pt")["agent"], theirs["agent"])
+
+
+def metrics(run_dir: Path) -> list[tuple[int, float, str, float]]:
+    """The rows of metrics.csv, each complete."""
+    text = (run_dir / "metrics.csv").read_text()
+    header, *lines = text.split("\n")
+    assert header == "step,seconds,tag,value"
+    assert lines.pop() == "", "the last line is torn"
+    rows = [line.split(",") for line in lines]
+    assert all(len(row) == 4 for row in rows)
+    return [(int(step), float(at), tag, float(value)) for step, at, tag, value in rows]
+
+
+def curves(run_dir: Path) -> dict[tuple[int, str], float]:
+    """(step, tag) -> value, each once, without the speed, which is never the same."""
+    rows = metrics(run_dir)
+    keys = [(step, tag) for step, _, tag, _ in rows]
+    assert len(keys) == len(set(keys)), sorted(key for key in keys if keys.count(key) > 1)
+    return {(step, tag): value for step, _, tag, value in rows if tag != "charts/SPS"}
+
+
+def tensorboard_curves(run_dir: Path) -> dict[tuple[int, str], float]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run_dir), size_guidance={"scalars": 0}).Reload()
+    return {
+        (event.step, tag): event.value
+        for tag in events.Tags()["scalars"]
+        for event in events.Scalars(tag)
+        if tag != "charts/SPS"
+    }
+
+
+def hashes(folder: Path) -> dict[str, str]:
+    return {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in folder.iterdir()
+        if path.is_file()
+    }
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def references(folder):
+    """Runs from start to end that nobody disturbed: {"CartPole": folder, "Hopper": folder}."""
+    runs = {
+        "CartPole": start(CARTPOLE, folder / "cartpole", plot=True),
+        "Hopper": start(HOPPER, folder / "hopper"),
+    }
+    return {name: finish(run).dir for name, run in runs.items()}
+
+
+@pytest.fixture(scope="module")
+def stopped(folder):
+    """A CartPole run that was stopped in its second half by Ctrl-C, and what it said."""
+    run = start(CARTPOLE, folder / "stopped")
+    wait_for_step(run, TOTAL // 2)
+    kill(run, signal.SIGINT)
+    return finish(run, 130)
+
+
+def copy_of(ended: Ended, target: Path) -> Path:
+    shutil.copytree(ended.dir, target)
+    return target
+
+
+# Kill and resume.
+
+# The moments at which a save is most vulnerable: written but not in place, and half in place.
+KILL_AT_SYNC = """
+    import itertools, os, signal
+    count, fsync = itertools.count(1), os.fsync
+    def fatal(file):
+        if next(count) == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+        fsync(file)
+    os.fsync = fatal
+"""
+KILL_BETWEEN_RENAMES = """
+    import itertools, os, signal
+    count, replace = itertools.count(1), os.replace
+    def fatal(source, target):
+        if str(target).endswith("checkpoint.pt") and next(count) == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        replace(source, target)
+    os.replace = fatal
+"""
+
+
+def test_resume_after_sigkill_is_bit_identical(references, tmp_path):
+    moment = random.uniform(0, 0.8)
+    print("killed after this part of what was left:", moment)  # shown when the test fails
+
+    def killed_early(run_dir: Path, flags: str) -> None:
+        """Twice before the first checkpoint."""
+        run = start(flags, run_dir)
+        wait_for((run_dir / "args.json").exists, what="args.json", run=run)
+        kill(run)
+        finish(run, -9)
+        run = resume(run_dir)
+        wait_for_step(run, 1)
+        kill(run)
+        finish(run, -9)
+
+    def killed_while_saving(run_dir: Path, flags: str) -> None:
+        """Before and between the renames; and once anywhere."""
+        finish(start(flags, run_dir, sabotage=KILL_AT_SYNC), -9)
+        assert (run_dir / "checkpoint.tmp").exists() or (run_dir / "last.tmp").exists()
+        finish(resume(run_dir, sabotage=KILL_BETWEEN_RENAMES), -9)
+        assert not (run_dir / "checkpoint.pt").exists(), "not killed between the renames"
+        before = load(run_dir, "checkpoint.prev.pt")["run"]["step"]
+        run = resume(run_dir)
+        wait_for_step(run, int(before + moment * (TOTAL - before)))
+        kill(run)
+        finish(run, -9)
+
+    def suffer(case: tuple) -> tuple[Path, Path]:
+        torment, name, flags = case
+        run_dir = tmp_path / f"{torment.__name__}-{name}"
+        torment(run_dir, flags)
+        return finish(resume(run_dir)).dir, references[name]
+
+    cases = [
+        (killed_while_saving, "Hopper", HOPPER),
+        (killed_early, "CartPole", CARTPOLE),
+        (killed_while_saving, "CartPole", CARTPOLE),
+    ]
+    with ThreadPoolExecutor() as pool:
+        for run_dir, reference in pool.map(suffer, cases):
+            assert_same_end(run_dir, reference)
+            assert curves(run_dir) == curves(reference)
+            assert tensorboard_curves(run_dir) == pytest.approx(curves(run_dir), rel=1e-6)
+            assert same(load(run_dir, "best.pt")["agent"], load(reference, "best.pt")["agent"])
+
+
+# Signals.
+
+
+def test_ctrl_c_saves_and_the_printed_command_goes_on(stopped, references, tmp_path):
+    run_dir = copy_of(stopped, tmp_path / "a run")
+    terminated = start(CARTPOLE, tmp_path / "terminated with a space", cwd=tmp_path)
+    assert f"Stopped at step {load(stopped.dir)['run']['step']}" in stopped.out
+    assert load(stopped.dir)["run"]["step"] < TOTAL
+
+    wait_for_step(terminated, TOTAL // 4)
+    kill(terminated, signal.SIGTERM)
+    said = finish(terminated, 143).out
+    command = said.split("Go on with:\n")[1].strip()
+    assert command.startswith("python "), command
+    shell = start_command(["bash", "-c", command], tmp_path / "again", cwd=tmp_path)
+    plain = resume(run_dir)
+    finish(shell)
+    finish(plain)
+    assert_same_end(run_dir, references["CartPole"])
+    assert_same_end(terminated.dir, references["CartPole"])
+    assert curves(run_dir) == curves(references["CartPole"])
+
+
+def test_a_stalled_evaluator_stalls_neither_training_nor_ctrl_c(references, tmp_path):
+    run = start(CARTPOLE, tmp_path / "run")
+    wait_for_step(run, 1)
+    (evaluator,) = run.children()
+    os.kill(evaluator, signal.SIGSTOP)
+    wait_for_step(run, TOTAL)  # now it waits for the last evaluations
+    kill(run, signal.SIGINT)
+    finish(run, 130)
+    assert len(load(run.dir)["pending_evaluations"]) in (3, 4)  # before the last, or with it
+    finish(resume(run.dir, sabotage=KILL_AT_SYNC.replace("== 5", "== 3")), -9)
+    assert any(tag == "eval/episodic_return" for _, _, tag, _ in metrics(run.dir))
+    finish(resume(run.dir))
+    assert_same_end(run.dir, references["CartPole"])
+    assert curves(run.dir) == curves(references["CartPole"])
+    assert load(run.dir)["pending_evaluations"] == []
+
+
+def test_signals_to_the_whole_group(tmp_path):
+    """The terminal sends Ctrl-C, a batch system SIGTERM, to every process of the run."""
+    flags = f"--env CartPole {TINY} --num-workers 2"
+    runs = [start(flags, tmp_path / name) for name in ("interrupted", "terminated")]
+    for run, number in zip(runs, (signal.SIGINT, signal.SIGTERM), strict=True):
+        wait_for_step(run, TOTAL // 4)
+        kill(run, number, group=True)
+    for run, code in zip(runs, (130, 143), strict=True):
+        assert "Stopped at step" in finish(run, code).out
+        assert load(run.dir)["run"]["step"] >= TOTAL // 4
+
+
+def test_ctrl_c_as_the_first_child_starts(tmp_path):
+    run = start(CARTPOLE, tmp_path / "run")
+    wait_for(run.children, what="the evaluator", run=run)
+    time.sleep(0.2)  # it imports torch
+    kill(run, signal.SIGINT, group=True)
+    assert "died" not in finish(run, 130).text
+
+
+def test_ctrl_c_saves_when_nobody_reads_the_output(references, tmp_path):
+    """`python algos/ppo.py | tee log`: Ctrl-C ends tee as well."""
+    reader, writer = os.pipe()
+    run = start(CARTPOLE, tmp_path / "run", stdout=writer, stderr=writer)
+    os.close(writer)
+    wait_for_step(run, TOTAL // 4)
+    os.close(reader)
+    kill(run, signal.SIGINT)
+    finish(run, 130)
+    step = load(run.dir)["run"]["step"]
+    assert TOTAL // 4 <= step < TOTAL
+
+
+# Processes.
+
+
+def test_no_process_and_no_shared_memory_outlives_a_killed_learner(tmp_path):
+    memory = set(os.listdir("/dev/shm"))
+    flags = f"--env CartPole {TINY} --num-workers 2 --total-steps 1000000"
+    runs = [start(flags, tmp_path / name) for name in ("starting", "training")]
+    starting, training = runs
+    wait_for(starting.children, what="its first child", run=starting)
+    kill(starting)
+    wait_for_step(training, 2000)
+    worker, _, evaluator = training.children()
+    for pid in (worker, evaluator):  # so busy that they do not notice a closed pipe
+        os.kill(pid, signal.SIGSTOP)
+    kill(training)
+    for run in runs:
+        finish(run, -9)  # waits 5 s for the last process of the session
+    wait_for(lambda: not set(os.listdir("/dev/shm")) - memory, 5, "new files in /dev/shm")
+
+
+def test_a_child_that_dies_is_replaced(tmp_path):
+    run = start(f"--env CartPole {TINY} --num-workers 2", tmp_path / "run")
+    wait_for_step(run, 1000)
+    worker, _, evaluator = run.children()
+    os.kill(worker, signal.SIGKILL)
+    os.kill(evaluator, signal.SIGKILL)
+    ended = finish(run)
+    assert ended.text.count("Warning: a child process died") == 2
+    found = curves(run.dir)
+    steps = range(64, TOTAL + 64, 64)
+    assert {step for step, tag in found if tag == "losses/value"} == set(steps)
+    assert len([step for step, tag in found if tag == "eval/episodic_return"]) == 4
+
+
+def test_a_child_that_dies_again_and_again_ends_the_run(tmp_path):
+    def suffer(case: tuple[str, str]) -> Ended:
+        """Its first child, worker or evaluator, and all successors are killed as they appear."""
+        name, flags = case
+        run = start(f"--env CartPole {TINY} --total-steps 1000000 {flags}", tmp_path / name)
+        wait_for_step(run, 1000)
+        _, *spared = run.children()
+        killed = set()
+        while run.process.poll() is None:
+            for pid in set(run.children()) - killed - set(spared):
+                os.kill(pid, signal.SIGKILL)
+                killed.add(pid)
+            time.sleep(0.001)
+        assert len(killed) == 4  # the first, and three successors
+        return finish(run, 1)
+
+    with ThreadPoolExecutor() as pool:
+        cases = [("evaluator", "--eval-every 100"), ("worker", "--num-workers 1")]
+        evaluator, worker = pool.map(suffer, cases)
+    for ended, name in ((evaluator, "the evaluator"), (worker, "worker 0")):
+        last = ended.err.splitlines()[-1]
+        assert f"{name} process died 4 times (exit code -9)" in last
+        assert f"the last good checkpoint is {ended.dir}/checkpoint.pt" in last
+        assert ended.text.count("Warning: a child process died") == 3
+        assert 500 <= load(ended.dir)["run"]["step"] < 1000000
+
+
+def test_workers_are_reproducible(tmp_path):
+    """One environment in each of two workers; each draws random numbers of its own."""
+    flags = f"--env Pendulum {TINY} --num-workers 2 --num-envs 2 --total-steps 3000"
+    runs = [start(flags, tmp_path / name) for name in ("one", "two")]
+    ends = [finish(run).dir for run in runs]
+    agents = [load(end)["agent"] for end in ends]
+    assert same(*agents)
+    assert curves(ends[0]) == curves(ends[1])
+    returns = agents[0]["reward_scaler.discounted_return"]
+    assert returns[0] != returns[1]
+
+
+def test_workers_follow_the_learner():
+    args = ppo.Args(env="CartPole", num_envs=2, num_workers=1)
+    run = SimpleNamespace(args=args, device=torch.device("cpu"), check_rollout=lambda rollout: None)
+    workers = Workers(run, ppo.collect)
+    agent = ppo.Agent(workers.observation_space, workers.action_space, args)
+    workers.start(agent, horizon=8)
+    try:
+        for action in (0, 1, 0):
+            agent.actor[-1].bias.data = torch.tensor([100.0, 0.0]).roll(action)
+            rollout = workers.collect()
+            assert (rollout["action"] == action).all()
+    finally:
+        workers.close()
+
+
+# Files.
+
+
+def test_what_a_run_leaves(references):
+    run_dir = references["CartPole"]
+    expected = {"args.json", "metrics.csv", "checkpoint.pt", "checkpoint.prev.pt"}
+    expected |= {"best.pt", "last.pt"}
+    files = {path.name for path in run_dir.iterdir() if "tfevents" not in path.name}
+    try:
+        import matplotlib  # noqa: F401
+
+        assert (run_dir / "learning_curve.png").read_bytes()[:4] == b"\x89PNG"
+        expected.add("learning_curve.png")
+    except ImportError:
+        pass
+    assert files == expected
+
+    saved = json.loads((run_dir / "args.json").read_text())
+    assert saved["script"] == "ppo"
+    args = ppo.Args(**saved["args"])
+    assert (args.env, args.num_envs, args.device, args.total_steps) == ("CartPole", 4, "cpu", TOTAL)
+
+    found = curves(run_dir)
+    assert {"charts/episodic_return", "losses/value"} <= {tag for _, tag in found}
+    assert {tag for _, _, tag, _ in metrics(run_dir)} >= {"charts/SPS"}
+    assert tensorboard_curves(run_dir) == pytest.approx(found, rel=1e-6)
+    seconds = [at for _, at, tag, _ in metrics(run_dir) if tag == "losses/value"]
+    assert seconds == sorted(seconds) and seconds[0] > 0
+
+    evaluations = {step: v for (step, tag), v in found.items() if tag == "eval/episodic_return"}
+    assert len(evaluations) == 4 and max(evaluations) == load(run_dir)["run"]["step"]
+    best = load(run_dir, "best.pt")
+    assert best["return"] == pytest.approx(max(evaluations.values()), rel=1e-7)
+    assert evaluations[best["step"]] == max(evaluations.values())
+    last = load(run_dir, "last.pt")
+    assert last["step"] == max(evaluations)
+    assert last["return"] == pytest.approx(evaluations[last["step"]], rel=1e-7)
+    for policy in (best, last):  # the weights in the file are those that earned the return
+        envs = vec_envs.make(args.env, args.eval_episodes)
+        agent = ppo.Agent(envs.single_observation_space, envs.single_action_space, args)
+        agent.load_state_dict(policy["agent"])
+        mean = score(agent, envs, seed=(args.seed + 1) * 1_000_000 + policy["step"])[0]
+        assert mean == pytest.approx(policy["return"], rel=1e-6)
+
+
+def test_evaluation_changes_nothing(references, tmp_path):
+    ended = finish(start([*CARTPOLE.split(), "--eval-every", "0"], tmp_path / "run"))
+    assert_same_end(ended.dir, references["CartPole"])
+    steps = {step for step, tag in curves(ended.dir) if tag == "eval/episodic_return"}
+    assert steps == {load(ended.dir)["run"]["step"]}
+    # ... and a finished run can be made longer
+    ended = finish(start(["--resume", str(ended.dir), "--total-steps", "7000"]))
+    assert load(ended.dir)["run"]["step"] == 7040
+    assert json.loads((ended.dir / "args.json").read_text())["args"]["total_steps"] == 7000
+    curves(ended.dir)
+
+
+def test_damaged_checkpoints(stopped, references, tmp_path):
+    truncated = copy_of(stopped, tmp_path / "truncated")
+    flipped = copy_of(stopped, tmp_path / "flipped")
+    lost = copy_of(stopped, tmp_path / "lost")
+    size = (truncated / "checkpoint.pt").stat().st_size
+    os.truncate(truncated / "checkpoint.pt", size * 2 // 3)
+    weights = load(flipped)["agent"]["actor.0.weight"].numpy().tobytes()
+    for run_dir, names in (
+        (flipped, ["checkpoint.pt"]),
+        (lost, ["checkpoint.pt", "checkpoint.prev.pt"]),
+    ):
+        for name in names:
+            content = bytearray((run_dir / name).read_bytes())
+            weights = load(run_dir, name)["agent"]["actor.0.weight"].numpy().tobytes()
+            content[content.index(weights) + 5] ^= 0b100
+            (run_dir / name).write_bytes(content)
+            load(run_dir, name)  # torch does not notice
+
+    before = hashes(lost)
+    # killed as it replaces the damaged one: the good previous one must still be there
+    sabotaged = resume(truncated, sabotage=KILL_BETWEEN_RENAMES.replace("== 3", "== 1"))
+    runs = [resume(flipped), resume(lost)]
+    assert "checkpoint.pt is damaged" in finish(sabotaged, -9).out
+    runs.append(resume(truncated))
+    assert "checkpoint.pt is damaged" in finish(runs[0]).out
+    for run in (runs[0], runs[2]):
+        assert_same_end(finish(run).dir, references["CartPole"])
+        assert curves(run.dir) == curves(references["CartPole"])
+    sentence = finish(runs[1], 1).err.splitlines()[-1]
+    assert f"--resume {lost}: no checkpoint in it is intact" in sentence
+    assert hashes(lost) == before
+
+
+def test_any_flipped_byte_is_noticed_or_harmless(stopped, tmp_path):
+    path = tmp_path / "checkpoint.pt"
+    content, good = (stopped.dir / "checkpoint.pt").read_bytes(), load(stopped.dir)
+
+    def noticed(position: int, bit: int) -> bool:
+        damaged = bytearray(content)
+        damaged[position] ^= 1 << bit
+        path.write_bytes(damaged)
+        found, problem = _load_checked(path)
+        assert problem if found is None else same(found, good), (position, bit)
+        return found is None
+
+    everywhere = [(random.randrange(len(content)), random.randrange(8)) for _ in range(200)]
+    assert sum(noticed(*place) for place in everywhere) > 50
+    # a tensor's entry in the table of contents, where each bit has a meaning of its own
+    entry = content.rindex(b"PK\1\2", 0, content.rindex(b"archive/data/0"))
+    for position in range(entry, entry + 64):
+        for bit in range(8):
+            noticed(position, bit)
+
+
+# A full disk.
+
+
+def limit_files(run: Started, size: int) -> None:
+    """From now on no file of the run grows beyond `size` bytes, as if the disk were full."""
+    resource.prlimit(run.process.pid, resource.RLIMIT_FSIZE, (size, size))
+
+
+def test_full_disk_does_not_stop_training(tmp_path):
+    flags = CARTPOLE.replace("--hidden-size 8", "--hidden-size 64").split()
+    files = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    tight = start(flags, tmp_path / "tight")  # the checkpoint does not fit, the rest does
+    full = start(flags, tmp_path / "full", **files)  # nothing fits
+    for run, size in ((tight, 100_000), (full, 0)):
+        wait_for_step(run, 2000)
+        limit_files(run, size)
+    said = full.process.communicate(timeout=PATIENCE)[0].decode()
+    finish(full)
+    assert "Traceback" not in said and "Done: 6016 steps" in said, said
+    for name in ("checkpoint.pt", "last.pt", "metrics.csv", "TensorBoard"):
+        assert said.count(f"Warning: {name}") == 1, said
+    metrics_step = metrics(full.dir)[-1][0]
+    assert 2000 <= metrics_step < TOTAL
+
+    ended = finish(tight)
+    assert ended.text.count("Warning") == ended.text.count("Warning: checkpoint.pt") == 1
+    for run in (tight, full):
+        assert _load_checked(run.dir / "checkpoint.pt")[1] == ""
+        assert load(run.dir)["run"]["step"] < 4000
+        assert not list(run.dir.glob("*.tmp"))
+    # the older checkpoint is good for the same end
+    weights = load(tight.dir, "last.pt")
+    assert weights["step"] == 6016
+    found = curves(tight.dir)
+    finish(resume(tight.dir))
+    assert same(load(tight.dir)["agent"], weights["agent"])
+    assert curves(tight.dir) == found
+
+
+def test_full_file_system_and_vanished_folder(tmp_path):
+    vanished = start(CARTPOLE, tmp_path / "vanished")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)]
+    mounted = subprocess.run(mount, capture_output=True).returncode == 0
+    try:
+        if mounted:  # the output goes to the same disk, as a batch system's log does
+            run = start(CARTPOLE, disk / "run")
+            wait_for_step(run, 2000)
+            with open(disk / "ballast", "wb", buffering=0) as ballast, pytest.raises(OSError):
+                while True:
+                    ballast.write(bytes(4096))
+        wait_for_step(vanished, 2000)
+        vanished.dir.rename(tmp_path / "elsewhere")
+        assert "Done: 6016 steps" in finish(vanished).out
+        if not mounted:
+            pytest.skip("needs the right to mount a tmpfs")
+        finish(run)
+        assert _load_checked(run.dir / "checkpoint.pt")[1] == ""
+        (disk / "ballast").unlink()
+        finish(resume(run.dir))
+        assert load(run.dir)["run"]["step"] == 6016
+    finally:
+        if mounted:
+            subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+# NaN.
+
+NAN_PACKAGE = """
+    import gymnasium, numpy as np
+
+    class Sick(gymnasium.Env):
+        observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (3,), np.float32)
+        action_space = gymnasium.spaces.Box(-1, 1, (1,), np.float32)
+        steps = 0
+
+        def __init__(self, observation=0.0, reward=0.0):
+            self.sickness = np.array([0, observation, 0], np.float32), reward
+
+        def reset(self, *, seed=None, options=None):
+            super().reset(seed=seed)
+            return self.np_random.normal(size=3).astype(np.float32), {}
+
+        def step(self, action):
+            self.steps += 1
+            sick = self.steps == 300  # of this environment's life: an evaluation is shorter
+            observation, reward = self.sickness if sick else (0, 0)
+            return self.np_random.normal(size=3) + observation, 1.0 + reward, False, False, {}
+
+    for name, value in (("Nan", np.nan), ("Inf", np.inf)):
+        for what in ("observation", "reward"):
+            gymnasium.register(f"{name}{what.title()}-v0", Sick, max_episode_steps=50,
+                               kwargs={what: value})
+"""
+
+
+def test_nan_stops_the_run(tmp_path):
+    (tmp_path / "sick.py").write_text(textwrap.dedent(NAN_PACKAGE))
+    flags = f"{TINY} --eval-every 0"
+    cases = {  # case -> (flags, words of the error)
+        "observation": (f"--env sick:NanObservation-v0 {flags}", ("next_obs is nan", "step 1200")),
+        "infinity": (f"--env sick:InfObservation-v0 {flags}", ("next_obs is inf", "step 1200")),
+        "reward": (
+            f"--env sick:NanReward-v0 {flags} --num-workers 2",
+            ("reward is nan", "step 1200"),
+        ),
+        "loss": (
+            f"--env Pendulum {flags} --learning-rate 1e25 --learning-rate-schedule constant",
+            ("losses/", "step 64"),
+        ),
+    }
+    with ThreadPoolExecutor(2) as pool:
+        ends = pool.map(
+            lambda name: finish(start(cases[name][0], tmp_path / name, paths=(tmp_path,)), 1), cases
+        )
+        for name, ended in zip(cases, ends, strict=True):
+            sentence = ended.err.splitlines()[-1]
+            assert all(word in sentence for word in cases[name][1]), sentence
+            if name != "loss":
+                assert "checkpoint.pt" in sentence
+                saved = load(ended.dir)
+                assert 500 <= saved["run"]["step"] < 1200
+                assert all(value.isfinite().all() for value in saved["agent"].values())
+            for rows in metrics(ended.dir):
+                assert math.isfinite(rows[3])
+
+
+def test_gymnasium_envs_do_not_repeat_themselves_after_a_resume():
+    args = ppo.Args(env="CartPole-v1", num_envs=2)
+
+    def workers():
+        run = SimpleNamespace(args=args, device=torch.device("cpu"))
+        return Workers(run, ppo.collect)
+
+    first, second = workers(), workers()
+    start, _ = first.envs.reset()
+    first.envs.step(torch.zeros(2, dtype=torch.int64))
+    second.load_state_dict(first.state_dict())
+    assert not torch.isin(second.envs.obs, start).any()
+
+
+# Bad input.
+
+# Each case in a fork of a process that has torch loaded already: ten times faster.
+FORK_SERVER = """
+    import gc, json, os, runpy, sys
+    import torch
+    import algos.ppo
+
+    torch.optim.Adam([torch.zeros(1)])  # loads the rest of torch
+    gc.freeze()
+
+    script, cases = sys.argv[1], json.load(open(sys.argv[2]))
+    for index, arguments in enumerate(cases):
+        pid = os.fork()
+        if not pid:
+            for stream, name in ((1, "out"), (2, "err")):
+                os.dup2(os.open(f"{sys.argv[2]}.{index}.{name}", os.O_CREAT | os.O_WRONLY), stream)
+            sys.argv = [script, *arguments]
+            runpy.run_path(script, run_name="__main__")
+            sys.exit(0)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        open(f"{sys.argv[2]}.{index}.code", "w").write(str(code))
+"""
+
+
+def test_bad_input_is_one_sentence(stopped, tmp_path):
+    saved = (stopped.dir / "args.json").read_text()
+    for name, content in {
+        "torn": saved[:100],
+        "list": "[1]",
+        "text": saved.replace('"epochs": 1', '"epochs": "once"'),
+        "key": saved.replace("epochs", "epocks"),
+        "other": saved.replace('"script": "ppo"', '"script": "sac"'),
+        "without": None,
+    }.items():
+        run_dir = copy_of(stopped, tmp_path / name)
+        (run_dir / "args.json").unlink()
+        if content is not None:
+            assert content != saved
+            (run_dir / "args.json").write_text(content)
+    (tmp_path / "file").touch()
+    good = str(stopped.dir)
+    cases = [  # arguments, then words that the sentence must hold
+        ("--total-steps -5", "--total-steps", "-5", "at least 1"),
+        ("--learning-rate nan", "--learning-rate", "nan"),
+        ("--learning-rate inf", "--learning-rate", "inf", "finite"),
+        ("--learning-rate -1", "--learning-rate", "-1"),
+        ("--num-envs -1", "--num-envs", "-1"),
+        ("--num-workers 100 --num-envs 4", "--num-workers", "100", "--num-envs", "4"),
+        ("--compile graphs --device cpu", "--compile", "graphs", "default"),
+        ("--env Hoper", "--env", "Hoper", "Hopper"),
+        ("--env nopackage:Env-v0", "--env", "nopackage"),
+        ("--eval-episodes 0", "--eval-episodes", "0", "1"),
+        ("--minibatch-size 0", "--minibatch-size", "0", "at least"),
+        ("--horizon 0", "--horizon", "0", "at least"),
+        ("--epochs 0", "--epochs", "0", "at least"),
+        ("--gae-lambda 1.5", "--gae-lambda", "1.5", "0", "1"),
+        ("--seed -1", "--seed", "-1", "0"),
+        ("--checkpoint-every 0", "--checkpoint-every", "0", "at least 1"),
+        ("--nonsense 1", "--nonsense"),
+        ("--total-steps many", "--total-steps", "many"),
+        ("--device gpu", "--device", "gpu", "cuda"),
+        ("--num-envs 2.5", "--num-envs", "2.5"),
+        (f"--resume {tmp_path}/nowhere", "--resume", "nowhere"),
+        (f"--resume {tmp_path}/file", "--resume", "file"),
+        (f"--resume {tmp_path}/without", "--resume", "without"),
+        (f"--resume {tmp_path}/torn", "--resume", "torn"),
+        (f"--resume {tmp_path}/list", "--resume", "list"),
+        (f"--resume {tmp_path}/text", "--epochs", "once", "int"),
+        (f"--resume {tmp_path}/key", "--resume", "epocks"),
+        (f"--resume {tmp_path}/other", "--resume", "sac", "ppo"),
+        (f"--resume {good} --num-envs 8", "--num-envs", "8"),
+        (f"--resume {good} --learning-rate 0.5", "--learning-rate", "0.5"),
+        (f"--resume {good} --run-dir elsewhere", "--run-dir", "elsewhere"),
+        (f"--run-dir {good} {CARTPOLE}", "--run-dir", good, "--resume"),
+        (f"--run-dir {tmp_path}/file {CARTPOLE}", "--run-dir", "file"),
+        (f"--run-dir {tmp_path}/file/run {CARTPOLE}", "--run-dir", "file/run"),
+        (f"--run-dir /proc/run {CARTPOLE}", "--run-dir", "/proc/run"),
+    ]
+    if not torch.cuda.is_available():
+        cases.append(("--device cuda", "--device", "cuda", "cpu"))
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    (tmp_path / "cases").write_text(json.dumps([arguments.split() for arguments, *_ in cases]))
+    before = {path.name: hashes(path) for path in tmp_path.iterdir() if path.is_dir()}
+    good_before = hashes(stopped.dir)
+
+    command = [sys.executable, "-c", textwrap.dedent(FORK_SERVER), str(ROOT / "algos" / "ppo.py")]
+    server = start_command([*command, str(tmp_path / "cases")], tmp_path / "server", cwd=empty)
+    finish(server)
+    for index, (arguments, *words) in enumerate(cases):
+        code, out, err = (
+            (tmp_path / f"cases.{index}.{name}").read_text() for name in ("code", "out", "err")
+        )
+        assert int(code) in (1, 2), (arguments, code, out, err)
+        assert "Traceback" not in out + err, (arguments, err)
+        assert all(word in err for word in words), (arguments, words, err)
+        if int(code) == 1:  # ours; 2 is the box that tyro draws
+            assert err.count("\n") == 1, (arguments, err)
+    assert not list(empty.iterdir())
+    assert hashes(stopped.dir) == good_before
+    assert {name: hashes(tmp_path / name) for name in before} == before
+
+
+# As a library.
+
+LIBRARY = """
+    import os, signal, sys, threading
+    from pathlib import Path
+
+    from algos.ppo import Args, train
+
+    tiny = dict(env="Pendulum", num_envs=4, horizon=16, minibatch_size=32, epochs=1, hidden_size=8,
+                total_steps=1000, eval_episodes=2)
+
+    def main(folder):
+        handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+        results = [train(Args(**tiny, run_dir=f"{folder}/{name}")) for name in "ab"]
+        thread = threading.Thread(
+            target=lambda: results.append(train(Args(**tiny, run_dir=f"{folder}/c"))))
+        thread.start()
+        thread.join()
+        assert handlers == [
+            signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+        assert [result.run_dir for result in results] == [Path(folder, name) for name in "abc"]
+        assert all(result.step == 1024 and result.seconds > 0 for result in results)
+        assert all(result.last_return == result.best_return < 0 for result in results)
+        try:
+            train(Args(**tiny, run_dir=f"{folder}/a"))
+        except SystemExit as error:
+            assert "--resume" in str(error)
+
+    if __name__ == "__main__":
+        main(sys.argv[1])
+"""
+
+
+def test_as_a_library(tmp_path):
+    script = tmp_path / "library.py"
+    script.write_text(textwrap.dedent(LIBRARY))
+    finish(start_command([sys.executable, str(script), str(tmp_path)], tmp_path / "library"))
+    agents = [load(tmp_path / name)["agent"] for name in "abc"]
+    assert same(agents[0], agents[1]) and same(agents[0], agents[2])
