@@ -41,15 +41,15 @@ class Args(RunArgs):
     """how many environment steps to train for"""
     horizon: int = 64
     """steps of each environment in a rollout"""
-    learning_rate: float = 1e-3
+    learning_rate: float = 5e-4
     """of Adam, for actor and critic"""
     learning_rate_schedule: Literal["anneal", "adaptive", "constant"] = "anneal"
     """anneal: linearly to zero; adaptive: by the KL divergence towards --target-kl"""
     target_kl: float = 0.01
     """what the adaptive schedule steers to"""
-    epochs: int = 5
+    epochs: int = 10
     """passes over each rollout"""
-    minibatch_size: int = 1024
+    minibatch_size: int = 512
     """transitions of one gradient step"""
     discount: float = 0.99
     """γ"""
@@ -72,8 +72,8 @@ class Args(RunArgs):
 
 
 LIMITS = {
-    "horizon": (2, None),
-    **dict.fromkeys(("epochs", "minibatch_size", "hidden_size"), (1, None)),
+    **dict.fromkeys(("horizon", "minibatch_size"), (2, None)),
+    **dict.fromkeys(("epochs", "hidden_size"), (1, None)),
     **dict.fromkeys(("discount", "gae_lambda"), (0, 1)),
     **dict.fromkeys(("target_kl", "max_grad_norm"), (1e-9, None)),
     "initial_log_std": (-10, 10),

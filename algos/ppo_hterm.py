@@ -13,13 +13,14 @@ the critic as the baseline, "best" means better than expected now:
 
 Ē is the mean of the positive E; σ is not differentiated, and σ̄² (its mean square) makes the step
 of the mean independent of it. L_H is exactly zero when nothing in memory beats the critic, and
-with λ = 0 the run is ppo.py's, bit for bit. It is self-imitation learning (Oh, Guo, Singh, Lee 2018,
-arXiv:1806.05635) seen from the Hamiltonian's side: a one-sided bound, not an estimator of the
-policy gradient, biased towards lucky outcomes where the environment is random.
+with λ = 0 the run is ppo.py's, bit for bit. It is self-imitation learning (Oh, Guo, Singh, Lee
+2018, arXiv:1806.05635) seen from the Hamiltonian's side: a one-sided bound, not an estimator of
+the policy gradient, biased towards lucky outcomes where the environment is random. Whether it
+helps has not been measured yet.
 
-    python algos/ppo_hterm.py --env Ant            `diff algos/ppo.py algos/ppo_hterm.py`: the lesson
+    python algos/ppo_hterm.py --env Ant        `diff algos/ppo.py algos/ppo_hterm.py`: the lesson
 
-The chain form and the published one are in ppo_hterm_variants.py, with what was tried.
+The chain form and the published one are in ppo_hterm_variants.py.
 """
 
 import math
@@ -44,15 +45,15 @@ class Args(RunArgs):
     """how many environment steps to train for"""
     horizon: int = 64
     """steps of each environment in a rollout"""
-    learning_rate: float = 1e-3
+    learning_rate: float = 5e-4
     """of Adam, for actor and critic"""
     learning_rate_schedule: Literal["anneal", "adaptive", "constant"] = "anneal"
     """anneal: linearly to zero; adaptive: by the KL divergence towards --target-kl"""
     target_kl: float = 0.01
     """what the adaptive schedule steers to"""
-    epochs: int = 5
+    epochs: int = 10
     """passes over each rollout"""
-    minibatch_size: int = 1024
+    minibatch_size: int = 512
     """transitions of one gradient step"""
     discount: float = 0.99
     """γ"""
@@ -79,8 +80,8 @@ class Args(RunArgs):
 
 
 LIMITS = {
-    "horizon": (2, None),
-    **dict.fromkeys(("epochs", "minibatch_size", "hidden_size"), (1, None)),
+    **dict.fromkeys(("horizon", "minibatch_size"), (2, None)),
+    **dict.fromkeys(("epochs", "hidden_size"), (1, None)),
     **dict.fromkeys(("discount", "gae_lambda"), (0, 1)),
     **dict.fromkeys(("target_kl", "max_grad_norm"), (1e-9, None)),
     "initial_log_std": (-10, 10),
@@ -312,7 +313,7 @@ class EnergyMemory(nn.Module):
         mean_energy = energy.sum() / (energy > 0).sum().clamp(min=1)
         cumulated = energy.double().cumsum(0)
         while True:
-            height = torch.rand_like(cumulated[:batch_size]) * cumulated[-1]
+            height = torch.rand_like(cumulated[-1].expand(batch_size)) * cumulated[-1]
             index = torch.searchsorted(cumulated, height, right=True).clamp(max=len(x) - 1)
             yield {
                 "obs": x[index],

@@ -1,6 +1,6 @@
 """PPO with the two other forms of the H-term, kept to be compared with: chain and published.
 
-ppo_hterm.py explains the idea and has the form that measured best. Both forms here raise the
+ppo_hterm.py explains the idea and has the form that did best in rough trials. Both forms here raise the
 log-probability of K consecutive actions by what followed them: a policy gradient along windows.
 
 `--hterm chain`, the TD-coupled K-spin chain. A window has K steps of one env from this rollout;
@@ -23,8 +23,6 @@ importance weights however stale they are. Theirs ranked whole episodes and let 
 their ends; here windows are ranked and m_k stops them.
 
     python algos/ppo_hterm_variants.py --env Hopper --hterm chain
-
-What was tried, on Hopper and Walker2d, is in benchmark/results/hterm.md.
 """
 
 import math
@@ -48,15 +46,15 @@ class Args(RunArgs):
     """how many environment steps to train for"""
     horizon: int = 64
     """steps of each environment in a rollout"""
-    learning_rate: float = 1e-3
+    learning_rate: float = 5e-4
     """of Adam, for actor and critic"""
     learning_rate_schedule: Literal["anneal", "adaptive", "constant"] = "anneal"
     """anneal: linearly to zero; adaptive: by the KL divergence towards --target-kl"""
     target_kl: float = 0.01
     """what the adaptive schedule steers to"""
-    epochs: int = 5
+    epochs: int = 10
     """passes over each rollout"""
-    minibatch_size: int = 1024
+    minibatch_size: int = 512
     """transitions of one gradient step"""
     discount: float = 0.99
     """γ"""
@@ -89,8 +87,8 @@ class Args(RunArgs):
 
 
 LIMITS = {
-    "horizon": (2, None),
-    **dict.fromkeys(("epochs", "minibatch_size", "hidden_size"), (1, None)),
+    **dict.fromkeys(("horizon", "minibatch_size"), (2, None)),
+    **dict.fromkeys(("epochs", "hidden_size"), (1, None)),
     **dict.fromkeys(("discount", "gae_lambda"), (0, 1)),
     **dict.fromkeys(("target_kl", "max_grad_norm"), (1e-9, None)),
     "initial_log_std": (-10, 10),

@@ -1,0 +1,185 @@
+"""What must hold of the H-term, whichever form it has."""
+
+import itertools
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+
+from algos import ppo, ppo_hterm, ppo_hterm_variants
+
+OBS = gymnasium.spaces.Box(-np.inf, np.inf, (3,))
+BOX = gymnasium.spaces.Box(-1.0, 1.0, (2,))
+TINY = {
+    "env": "Pendulum",
+    "total_steps": 1000,
+    "num_envs": 4,
+    "horizon": 16,
+    "minibatch_size": 32,
+    "epochs": 2,
+    "hidden_size": 8,
+    "eval_episodes": 1,
+    "eval_every": 0,
+}
+
+
+@pytest.mark.parametrize("module", [ppo_hterm, ppo_hterm_variants])
+def test_lambda_zero_is_the_base_algorithm_bit_for_bit(module, tmp_path):
+    weights = []
+    for script, options in ((ppo, {}), (module, {"hterm_coef": 0.0}), (module, {})):
+        run_dir = tmp_path / str(len(weights))
+        script.train(script.Args(**TINY, **options, run_dir=str(run_dir)))
+        weights.append(torch.load(run_dir / "last.pt", weights_only=True)["agent"])
+    base, zero, with_term = weights
+    assert all(torch.equal(base[name], zero[name]) for name in base)
+    assert not all(torch.equal(base[name], with_term[name]) for name in base)
+
+
+def memory_of(returns: torch.Tensor):
+    """An agent and a memory that holds one rollout with these returns (T, N)."""
+    torch.manual_seed(0)
+    args = ppo_hterm.Args(num_envs=returns.shape[1], hidden_size=8, hterm_memory=2)
+    agent = ppo_hterm.Agent(OBS, BOX, args)
+    rollout = {
+        "obs": torch.randn(*returns.shape, 3),
+        "action": torch.randn(*returns.shape, 2),
+        "reward": torch.zeros(returns.shape),
+    }
+    memory = ppo_hterm.EnergyMemory(rollout, args)
+    return agent, memory, rollout
+
+
+def gradient(agent, term):
+    agent.zero_grad()
+    term.backward()
+    return [p.grad for p in agent.parameters() if p.grad is not None]
+
+
+def test_an_empty_or_beaten_memory_contributes_exactly_zero():
+    returns = torch.full((4, 5), -50.0)  # worse than any critic expects
+    agent, memory, rollout = memory_of(returns)
+    for filled in (False, True):
+        if filled:
+            memory.add(rollout, returns)
+        term = ppo_hterm.hamiltonian_term(agent, next(memory.draw(agent, 16)))
+        assert term.item() == 0
+        assert all((g == 0).all() for g in gradient(agent, term))
+
+
+def test_steps_are_drawn_in_proportion_to_their_energy():
+    returns = torch.linspace(-3, 3, 20).view(4, 5)
+    agent, memory, rollout = memory_of(returns)
+    memory.add(rollout, returns)
+    value = agent.value(agent.normalizer(rollout["obs"])).flatten()
+    energy = (returns.flatten() - value).clamp(min=0)
+    spins = next(memory.draw(agent, 200_000))
+    index = (spins["returns"].unsqueeze(1) == returns.flatten()).int().argmax(1)
+    frequencies = torch.bincount(index, minlength=20) / len(index)
+    torch.testing.assert_close(frequencies, energy / energy.sum(), atol=0.005, rtol=0)
+    torch.testing.assert_close(spins["mean_energy"], energy[energy > 0].mean())
+
+
+def test_the_memory_term_against_numpy():
+    returns = torch.linspace(-1, 9, 20).view(4, 5)
+    agent, memory, rollout = memory_of(returns)
+    memory.add(rollout, returns)
+    spins = next(memory.draw(agent, 64))
+    x, action = spins["obs"], spins["action"].numpy()
+    mean, std = agent.actor(x).detach().numpy(), agent.log_std.exp().detach().numpy()
+    energy = np.maximum(0, spins["returns"].numpy() - agent.value(x).detach().numpy())
+    density = np.exp(-(((action - mean) / std) ** 2) / 2) / (std * np.sqrt(2 * np.pi))
+    log_prob = np.maximum(np.log(density).sum(1), -20)
+    weight = np.minimum(energy / spins["mean_energy"].item(), 3)
+    expected = -(weight * (std**2).mean() * log_prob).mean() + 0.05 * (energy**2).mean()
+    term = ppo_hterm.hamiltonian_term(agent, spins)
+    np.testing.assert_allclose(term.item(), expected, rtol=1e-5)
+    gradient(agent, term)
+    assert agent.log_std.grad is None  # the mean only
+
+
+def test_the_chain_has_the_gradient_of_the_k_step_return():
+    """Tabular, every trajectory enumerated: autograd of L_H = finite differences of −J_K."""
+    rng = np.random.default_rng(0)
+    states, actions, length, discount = 3, 2, 3, 0.9
+    transition = rng.dirichlet(np.ones(states), size=(states, actions))
+    end = rng.random((states, actions)) * 0.3  # probability of termination
+    reward, value = rng.normal(size=(states, actions)), rng.normal(size=states)
+    behaviour = torch.tensor(rng.normal(size=(states, actions))).log_softmax(1)
+    start = np.array([0.5, 0.3, 0.2])
+
+    def k_step_return(logits: torch.Tensor) -> torch.Tensor:
+        """J_K = E_π[ Σ γ^j r_j + γ^K V(s_K) ] by dynamic programming."""
+        policy = logits.softmax(1)
+        future = torch.tensor(value)
+        for _ in range(length):
+            following = torch.einsum("sat,t->sa", torch.tensor(transition), future)
+            q = torch.tensor(reward) + discount * torch.tensor(1 - end) * following
+            future = (policy * q).sum(1)
+        return (torch.tensor(start) * future).sum()
+
+    logits = torch.tensor(rng.normal(size=(states, actions)), requires_grad=True)
+    # all windows (s_0, a_0, d_0, s_1, ...); after a termination they go on but do not count
+    loss = torch.zeros((), dtype=torch.float64)
+    steps = list(itertools.product(range(states), range(actions), (False, True)))
+    for window in itertools.product(steps, repeat=length):
+        for last in range(states):
+            path = [step[0] for step in window] + [last]
+            probability = start[path[0]]
+            for (s, a, d), following in zip(window, path[1:], strict=True):
+                probability *= behaviour[s, a].exp().item() * transition[s, a, following]
+                probability *= end[s, a] if d else 1 - end[s, a]
+            delta = [
+                reward[s, a] + discount * (not d) * value[following] - value[s]
+                for (s, a, d), following in zip(window, path[1:], strict=True)
+            ]
+            mask = np.cumprod([1.0] + [float(not d) for _, _, d in window[:-1]])
+            index_s, index_a = [w[0] for w in window], [w[1] for w in window]
+            log_ratio = logits.log_softmax(1)[index_s, index_a] - behaviour[index_s, index_a]
+            g = ppo_hterm_variants.chain_gradient(
+                log_ratio.detach().unsqueeze(0),
+                torch.tensor([delta]),
+                torch.tensor(mask).unsqueeze(0),
+                discount,
+                truncation=float("inf"),
+            )
+            loss = loss - probability * (torch.tensor(mask) * log_ratio.exp() * g[0]).sum()
+    loss.backward()
+    expected = torch.autograd.grad(-k_step_return(logits), logits)[0]
+    torch.testing.assert_close(logits.grad, expected, atol=1e-8, rtol=0)
+    # and the dynamic programme itself against finite differences
+    step = torch.zeros_like(logits)
+    step[1, 0] = 1e-5
+    slope = (k_step_return(logits + step) - k_step_return(logits - step)) / 2e-5
+    torch.testing.assert_close(-slope, expected[1, 0], atol=1e-8, rtol=0)
+
+
+def test_a_chain_of_one_is_the_td_policy_gradient():
+    delta, log_ratio = torch.randn(6, 1), torch.zeros(6, 1)
+    g = ppo_hterm_variants.chain_gradient(log_ratio, delta, torch.ones(6, 1), 0.9)
+    assert torch.equal(g, delta)
+
+
+def test_nothing_after_an_episodes_end_reaches_a_window():
+    args = ppo_hterm_variants.Args(num_envs=2, hterm_length=4)
+    shape = (9, 2)
+    rollout = {"obs": torch.zeros(*shape, 3), "action": torch.zeros(*shape, 2)}
+    windows = ppo_hterm_variants.Windows(rollout, args)
+    done = torch.zeros(shape, dtype=torch.bool)
+    done[4, 0] = True
+    clock = torch.arange(9.0).unsqueeze(1).expand(shape)
+    cut = windows.cut({"done": done, "reward": torch.ones(shape), "clock": clock})
+    assert len(cut["mask"]) == 12  # 6 beginnings, 2 envs
+    for mask, times, ends, worth in zip(
+        cut["mask"], cut["clock"], cut["done"], cut["worth"], strict=True
+    ):
+        assert (times.diff() == 1).all()
+        last = ends.nonzero().min().item() if ends.any() else 3
+        assert mask.tolist() == [1.0] * (last + 1) + [0.0] * (3 - last)
+        assert worth == last + 1
+    # a TD error after the end changes nothing before it
+    delta, mask = torch.randn(1, 4), torch.tensor([[1.0, 1.0, 0.0, 0.0]])
+    g = ppo_hterm_variants.chain_gradient(torch.randn(1, 4) * 0, delta, mask, 0.9)
+    delta[0, 2:] = 1e6
+    again = ppo_hterm_variants.chain_gradient(torch.randn(1, 4) * 0, delta, mask, 0.9)
+    assert torch.equal(g[0, :2], again[0, :2])

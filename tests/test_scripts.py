@@ -1,0 +1,54 @@
+"""Every script answers --help, runs, and differs from its parent only where the lesson is."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ALGOS = Path(__file__).parent.parent / "algos"
+SCRIPTS = ["a2c", "ppo", "ppo_hterm", "ppo_hterm_variants"]
+
+# parent, child: the definitions that may differ; any other that both have must be the same text
+PAIRS = {
+    ("a2c", "ppo"): {"Args", "policy_loss", "value_loss", "prepare", "update", "train"},
+    ("ppo", "ppo_hterm"): {"Args", "Agent", "update", "train"},
+    ("ppo", "ppo_hterm_variants"): {"Args", "prepare", "update", "train"},
+}
+
+
+def definitions(script: str) -> dict[str, str]:
+    source = (ALGOS / f"{script}.py").read_text()
+    return {
+        node.name: ast.get_source_segment(source, node)
+        for node in ast.parse(source).body
+        if isinstance(node, ast.FunctionDef | ast.ClassDef)
+    }
+
+
+@pytest.mark.parametrize(("parent", "child"), PAIRS)
+def test_siblings_have_not_drifted_apart(parent, child):
+    ours, theirs = definitions(parent), definitions(child)
+    drifted = {name for name in ours.keys() & theirs.keys() if ours[name] != theirs[name]}
+    assert drifted == PAIRS[parent, child]
+
+
+@pytest.mark.parametrize("script", [*SCRIPTS, "play"])
+def test_help(script):
+    command = [sys.executable, ALGOS / f"{script}.py", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "usage" in done.stdout
+
+
+@pytest.mark.parametrize("env", ["CartPole", "Pendulum"])
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_short_run(script, env, tmp_path):
+    command = [sys.executable, ALGOS / f"{script}.py", "--env", env, "--num-envs", "4"]
+    command += ["--horizon", "16", "--total-steps", "500", "--run-dir", tmp_path / "run"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "Done: 512 steps" in done.stdout
+    for name in ("args.json", "metrics.csv", "checkpoint.pt", "best.pt", "last.pt"):
+        assert (tmp_path / "run" / name).exists(), name
