@@ -69,7 +69,6 @@ class CSimulation:
         self.controls = [data.ctrl for data in self.data]
         self.warnings = [data.warning.number[UNSTABLE] for data in self.data]
         self.warning_counts = np.zeros((num_envs, 3), dtype=self.warnings[0].dtype)
-        mujoco.set_mju_user_warning(lambda message: None)  # counted here, not logged to a file
 
     def step(self, control: Tensor) -> Tensor | None:
         """`frame_skip` substeps of all -> mask (N,) of those that went unstable, or None."""
@@ -347,6 +346,8 @@ class MujocoEnv(VecEnv):
             raise ValueError(
                 f"{name}: backend is {backend!r} on {device}; 'c' (CPU) and 'warp' are there"
             )
+        # Warnings are counted (`unstable_episodes`), not logged to a file in the user's folder.
+        mujoco.set_mju_user_warning(lambda message: None)
         self.model = mujoco.MjModel.from_xml_path(str(ASSETS / self.options.xml_file))
         self.dt = self.model.opt.timestep * self.options.frame_skip  # seconds a step
         fields = {"qpos": ("qpos", EVERYTHING), "qvel": ("qvel", EVERYTHING), **self._fields()}
