@@ -29,6 +29,7 @@ import json
 import math
 import os
 import shlex
+import shutil
 import signal
 import socket
 import sys
@@ -359,7 +360,11 @@ class Run:
         )
 
     def _command(self, script: Path, *arguments: Any) -> str:
-        return shlex.join(["python", os.path.relpath(script), *map(str, arguments)])
+        """A command line for a shell in this folder, by the Python that runs now."""
+        found = shutil.which("python")
+        here = found is not None and Path(found).parent == Path(sys.executable).parent
+        python = "python" if here else os.path.relpath(sys.executable)
+        return shlex.join([python, os.path.relpath(script), *map(str, arguments)])
 
     def _write(self, step: int, metrics: dict[str, float]) -> None:
         rows = (f"{step},{self.seconds:.3f},{tag},{value:.8g}\n" for tag, value in metrics.items())
