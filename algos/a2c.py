@@ -28,7 +28,7 @@ import tyro
 from torch import Tensor, nn
 
 import vec_envs
-from algos.worker_learner import Result, Run, RunArgs, Workers
+from algos.worker_learner import Result, Run, RunArgs, Workers, flatten
 
 
 @dataclass
@@ -180,9 +180,9 @@ def collect(agent: Agent, envs: vec_envs.VecEnv, rollout: dict[str, Tensor]) -> 
     for t in range(len(rollout["obs"])):
         obs = envs.obs
         action = agent.sample(obs)
-        _, reward, terminated, truncated, info = envs.step(agent.to_env(action))
         rollout["obs"][t] = obs
         rollout["action"][t] = action
+        _, reward, terminated, truncated, info = envs.step(agent.to_env(action))
         rollout["reward"][t] = reward
         rollout["next_obs"][t] = info["final_obs"]
         rollout["terminated"][t] = terminated
@@ -251,11 +251,13 @@ def batch_loss(agent: Agent, batch: dict[str, Tensor], args: Args) -> tuple[Tens
 
 def update(agent: Agent, optimizer, rollout, loss_function, args: Args) -> dict[str, Tensor]:
     """One gradient step -> each logged quantity."""
+    (weights,) = optimizer.param_groups[0]["params"]  # all of them in one vector
     batch = prepare(agent, rollout, args)
     loss, losses = loss_function(agent, batch, args)
-    optimizer.zero_grad(set_to_none=True)
+    weights.grad.zero_()
     loss.backward()
-    losses["gradient_norm"] = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
+    norm = losses["gradient_norm"] = weights.grad.norm()
+    weights.grad.mul_((args.max_grad_norm / (norm + 1e-6)).clamp(max=1))
     optimizer.step()
     agent.normalizer.update(rollout["obs"])  # last, so that all of the above saw one normaliser
     return {name: value.detach() for name, value in losses.items()}
@@ -266,9 +268,9 @@ def train(args: Args) -> Result:
     args = run.args
     workers = Workers(run, collect)
     agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
-    optimizer = torch.optim.Adam(
-        agent.parameters(), lr=torch.tensor(args.learning_rate), eps=1e-5, fused=True
-    )
+    weights = flatten(agent)
+    learning_rate = torch.tensor(args.learning_rate)
+    optimizer = torch.optim.Adam([weights], learning_rate, eps=1e-5, fused=True)
     workers.start(agent, args.horizon)
     loss_function = run.compile(batch_loss)
     step = run.start(agent=agent, optimizer=optimizer, workers=workers)

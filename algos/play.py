@@ -28,7 +28,7 @@ import tyro
 from torch import nn
 
 import vec_envs
-from algos.worker_learner import LONGEST_EVALUATION, UserError, _check, _load_checked, score
+from algos.worker_learner import LONGEST_EVALUATION, UserError, check_args, load_checked, score
 
 FASTEST_FILM = {".mp4": 50, ".gif": 25}  # pictures a second; a Hopper steps 125 times a second
 LONGEST_FILM = 60  # seconds, for environments whose episodes need not end
@@ -67,7 +67,7 @@ def load(args: Args) -> dict[str, Any]:
         if not (folder / "args.json").exists():
             raise UserError(f"{folder} is not the folder of a run: there is no args.json in it")
         raise UserError(f"{folder} has no {path.name} yet: its training has not come that far")
-    saved, problem = _load_checked(path)
+    saved, problem = load_checked(path)
     if saved is None:
         other = {"best": "last", "last": "best"}[args.checkpoint]
         raise UserError(f"{path} is damaged ({problem}); try --checkpoint {other}")
@@ -268,7 +268,7 @@ def _line(error: Exception) -> str:
 
 
 def main(args: Args) -> None:
-    _check(args, LIMITS)
+    check_args(args, LIMITS)
     asked = [name for name in ("json", "video", "show", "export") if getattr(args, name)]
     if len(asked) > 1:
         raise UserError(f"--{asked[0]} and --{asked[1]}: one at a time")

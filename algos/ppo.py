@@ -30,7 +30,7 @@ import tyro
 from torch import Tensor, nn
 
 import vec_envs
-from algos.worker_learner import Result, Run, RunArgs, Workers
+from algos.worker_learner import Result, Run, RunArgs, Workers, flatten
 
 
 @dataclass
@@ -192,9 +192,9 @@ def collect(agent: Agent, envs: vec_envs.VecEnv, rollout: dict[str, Tensor]) -> 
     for t in range(len(rollout["obs"])):
         obs = envs.obs
         action = agent.sample(obs)
-        _, reward, terminated, truncated, info = envs.step(agent.to_env(action))
         rollout["obs"][t] = obs
         rollout["action"][t] = action
+        _, reward, terminated, truncated, info = envs.step(agent.to_env(action))
         rollout["reward"][t] = reward
         rollout["next_obs"][t] = info["final_obs"]
         rollout["terminated"][t] = terminated
@@ -274,6 +274,7 @@ def minibatch_loss(agent: Agent, batch: dict[str, Tensor], args: Args) -> tuple[
 
 def update(agent: Agent, optimizer, rollout, loss_function, args: Args) -> dict[str, Tensor]:
     """Some epochs of minibatch gradient steps -> mean of each logged quantity."""
+    (weights,) = optimizer.param_groups[0]["params"]  # all of them in one vector
     batch = prepare(agent, rollout, args)
     size, device = len(batch["obs"]), batch["obs"].device
     sums: dict[str, Tensor] = {}
@@ -284,11 +285,10 @@ def update(agent: Agent, optimizer, rollout, loss_function, args: Args) -> dict[
                 continue
             minibatch = {name: tensor[index] for name, tensor in batch.items()}
             loss, losses = loss_function(agent, minibatch, args)
-            optimizer.zero_grad(set_to_none=True)
+            weights.grad.zero_()
             loss.backward()
-            losses["gradient_norm"] = nn.utils.clip_grad_norm_(
-                agent.parameters(), args.max_grad_norm
-            )
+            norm = losses["gradient_norm"] = weights.grad.norm()
+            weights.grad.mul_((args.max_grad_norm / (norm + 1e-6)).clamp(max=1))
             optimizer.step()
             for name, value in losses.items():
                 sums[name] = sums.get(name, 0) + value.detach()
@@ -312,9 +312,9 @@ def train(args: Args) -> Result:
     args = run.args
     workers = Workers(run, collect)
     agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
-    optimizer = torch.optim.Adam(
-        agent.parameters(), lr=torch.tensor(args.learning_rate), eps=1e-5, fused=True
-    )
+    weights = flatten(agent)
+    learning_rate = torch.tensor(args.learning_rate)
+    optimizer = torch.optim.Adam([weights], learning_rate, eps=1e-5, fused=True)
     workers.start(agent, args.horizon)
     loss_function = run.compile(minibatch_loss)
     step = run.start(agent=agent, optimizer=optimizer, workers=workers)

@@ -34,7 +34,7 @@ import tyro
 from torch import Tensor, nn
 
 import vec_envs
-from algos.worker_learner import Result, Run, RunArgs, Workers
+from algos.worker_learner import Result, Run, RunArgs, Workers, flatten
 
 
 @dataclass
@@ -203,9 +203,9 @@ def collect(agent: Agent, envs: vec_envs.VecEnv, rollout: dict[str, Tensor]) -> 
     for t in range(len(rollout["obs"])):
         obs = envs.obs
         action = agent.sample(obs)
-        _, reward, terminated, truncated, info = envs.step(agent.to_env(action))
         rollout["obs"][t] = obs
         rollout["action"][t] = action
+        _, reward, terminated, truncated, info = envs.step(agent.to_env(action))
         rollout["reward"][t] = reward
         rollout["next_obs"][t] = info["final_obs"]
         rollout["terminated"][t] = terminated
@@ -306,19 +306,25 @@ class EnergyMemory(nn.Module):
 
     @torch.no_grad()
     def draw(self, agent: Agent, batch_size: int) -> Iterator[dict[str, Tensor]]:
-        """Minibatches without end, each step with probability ∝ E = max(0, R − V_θ(s))."""
-        x = agent.normalizer(self.obs).flatten(0, 1)  # (M·T·N, obs_dim)
-        action, returns = self.action.flatten(0, 1), self.returns.flatten()
+        """Minibatches without end, each step with probability ∝ E = max(0, R − V_θ(s)).
+
+        E is computed once, for a random quarter of the memory: V of all would cost as much time as
+        the epochs, and what is drawn here again and again is far less.
+        """
+        places = self.returns.numel()
+        index = torch.randint(places, (max(places // 4, 1),), device=self.returns.device)
+        x = agent.normalizer(self.obs.flatten(0, 1)[index])  # (candidates, obs_dim)
+        action, returns = self.action.flatten(0, 1)[index], self.returns.flatten()[index]
         energy = (returns - agent.value(x)).clamp(min=0)
         mean_energy = energy.sum() / (energy > 0).sum().clamp(min=1)
         cumulated = energy.double().cumsum(0)
         while True:
             height = torch.rand_like(cumulated[-1].expand(batch_size)) * cumulated[-1]
-            index = torch.searchsorted(cumulated, height, right=True).clamp(max=len(x) - 1)
+            chosen = torch.searchsorted(cumulated, height, right=True).clamp(max=len(x) - 1)
             yield {
-                "obs": x[index],
-                "action": action[index],
-                "returns": returns[index],
+                "obs": x[chosen],
+                "action": action[chosen],
+                "returns": returns[chosen],
                 "mean_energy": mean_energy,
             }
 
@@ -336,6 +342,7 @@ def update(
     agent: Agent, optimizer, rollout, loss_function, args: Args, memory
 ) -> dict[str, Tensor]:
     """Some epochs of minibatch gradient steps -> mean of each logged quantity."""
+    (weights,) = optimizer.param_groups[0]["params"]  # all of them in one vector
     batch = prepare(agent, rollout, args)
     if args.hterm_coef > 0:
         memory.add(rollout, batch["returns"])
@@ -352,11 +359,10 @@ def update(
             if args.hterm_coef > 0:
                 losses["hamiltonian"] = hamiltonian_term(agent, next(spins))
                 loss = loss + args.hterm_coef * losses["hamiltonian"]
-            optimizer.zero_grad(set_to_none=True)
+            weights.grad.zero_()
             loss.backward()
-            losses["gradient_norm"] = nn.utils.clip_grad_norm_(
-                agent.parameters(), args.max_grad_norm
-            )
+            norm = losses["gradient_norm"] = weights.grad.norm()
+            weights.grad.mul_((args.max_grad_norm / (norm + 1e-6)).clamp(max=1))
             optimizer.step()
             for name, value in losses.items():
                 sums[name] = sums.get(name, 0) + value.detach()
@@ -380,9 +386,9 @@ def train(args: Args) -> Result:
     args = run.args
     workers = Workers(run, collect)
     agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
-    optimizer = torch.optim.Adam(
-        agent.parameters(), lr=torch.tensor(args.learning_rate), eps=1e-5, fused=True
-    )
+    weights = flatten(agent)
+    learning_rate = torch.tensor(args.learning_rate)
+    optimizer = torch.optim.Adam([weights], learning_rate, eps=1e-5, fused=True)
     memory = EnergyMemory(workers.start(agent, args.horizon), args)
     loss_function = run.compile(minibatch_loss)
     step = run.start(agent=agent, optimizer=optimizer, workers=workers, memory=memory)

@@ -35,7 +35,7 @@ import tyro
 from torch import Tensor, nn
 
 import vec_envs
-from algos.worker_learner import Result, Run, RunArgs, Workers
+from algos.worker_learner import Result, Run, RunArgs, Workers, flatten
 
 
 @dataclass
@@ -208,9 +208,9 @@ def collect(agent: Agent, envs: vec_envs.VecEnv, rollout: dict[str, Tensor]) -> 
     for t in range(len(rollout["obs"])):
         obs = envs.obs
         action = agent.sample(obs)
-        _, reward, terminated, truncated, info = envs.step(agent.to_env(action))
         rollout["obs"][t] = obs
         rollout["action"][t] = action
+        _, reward, terminated, truncated, info = envs.step(agent.to_env(action))
         rollout["reward"][t] = reward
         rollout["next_obs"][t] = info["final_obs"]
         rollout["terminated"][t] = terminated
@@ -372,20 +372,20 @@ def published_term(agent: Agent, windows: Windows) -> Tensor:
     return -(powers * reward * mask * chain).sum(1).mean()
 
 
-def add_capped(parameters: list[Tensor], loss: Tensor, term: Tensor, coef: float) -> None:
-    """gradient ← ∇loss + λ ∇term, with λ ‖∇term‖ at most a quarter of ‖∇loss‖."""
-    base = torch.autograd.grad(loss, parameters)
-    extra = torch.autograd.grad(term, parameters, allow_unused=True, materialize_grads=True)
-    base_norm, extra_norm = (torch.stack([g.norm() for g in gs]).norm() for gs in (base, extra))
-    coef = torch.clamp(0.25 * base_norm / (extra_norm + 1e-12), max=coef)
-    for parameter, ours, theirs in zip(parameters, base, extra, strict=True):
-        parameter.grad = ours + coef * theirs
+def add_capped(weights: nn.Parameter, term: Tensor, coef: float) -> None:
+    """gradient ← gradient + λ ∇term, with λ ‖∇term‖ at most a quarter of ‖gradient‖."""
+    base = weights.grad.clone()
+    weights.grad.zero_()
+    term.backward()
+    coef = (0.25 * base.norm() / (weights.grad.norm() + 1e-12)).clamp(max=coef)
+    weights.grad.mul_(coef).add_(base)
 
 
 def update(
     agent, optimizer, rollout, loss_function, args: Args, windows, coef
 ) -> dict[str, Tensor]:
     """Some epochs of minibatch gradient steps -> mean of each logged quantity."""
+    (weights,) = optimizer.param_groups[0]["params"]  # all of them in one vector
     batch = prepare(agent, rollout, args)
     if coef > 0:
         spins = windows.cut(
@@ -406,19 +406,17 @@ def update(
                 continue
             minibatch = {name: tensor[index] for name, tensor in batch.items()}
             loss, losses = loss_function(agent, minibatch, args)
-            optimizer.zero_grad(set_to_none=True)
+            weights.grad.zero_()
+            loss.backward()
             if coef > 0:
                 if args.hterm == "chain":
                     drawn = windows.draw(spins, args.window_selection)
                     losses["hamiltonian"] = chain_term(agent, drawn, windows, args)
                 else:
                     losses["hamiltonian"] = published_term(agent, windows)
-                add_capped(list(agent.parameters()), loss, losses["hamiltonian"], coef)
-            else:
-                loss.backward()
-            losses["gradient_norm"] = nn.utils.clip_grad_norm_(
-                agent.parameters(), args.max_grad_norm
-            )
+                add_capped(weights, losses["hamiltonian"], coef)
+            norm = losses["gradient_norm"] = weights.grad.norm()
+            weights.grad.mul_((args.max_grad_norm / (norm + 1e-6)).clamp(max=1))
             optimizer.step()
             for name, value in losses.items():
                 sums[name] = sums.get(name, 0) + value.detach()
@@ -442,9 +440,9 @@ def train(args: Args) -> Result:
     args = run.args
     workers = Workers(run, collect)
     agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
-    optimizer = torch.optim.Adam(
-        agent.parameters(), lr=torch.tensor(args.learning_rate), eps=1e-5, fused=True
-    )
+    weights = flatten(agent)
+    learning_rate = torch.tensor(args.learning_rate)
+    optimizer = torch.optim.Adam([weights], learning_rate, eps=1e-5, fused=True)
     windows = Windows(workers.start(agent, args.horizon), args)
     loss_function = run.compile(minibatch_loss)
     step = run.start(agent=agent, optimizer=optimizer, workers=workers, windows=windows)

@@ -46,10 +46,12 @@ from typing import Any, Literal, get_args, get_origin
 import gymnasium
 import torch
 import torch.multiprocessing
+import tyro
 from torch import Tensor, nn
 from tqdm import tqdm
 
 import vec_envs
+from vec_envs.core import available_cores
 
 MAX_RESTARTS = 3  # of a child process that dies, before the run gives up
 LONGEST_EVALUATION = 20_000  # steps, for environments whose episodes need not end
@@ -127,7 +129,7 @@ class Run:
         self.resumed = bool(args.resume)
         if self.resumed:
             args = _saved_args(args, self.script)
-        _check(args, {**RUN_LIMITS, **(limits or {})})
+        check_args(args, {**RUN_LIMITS, **(limits or {})})
         if args.device == "cuda" and not torch.cuda.is_available():
             raise UserError("--device is cuda, but torch finds no CUDA device; use cpu or auto")
         if args.device == "auto":
@@ -350,7 +352,7 @@ class Run:
     def _describe(self, agent: nn.Module, step: int) -> None:
         args, count = self.args, sum(p.numel() for p in agent.parameters())
         device = torch.cuda.get_device_name() if self.device.type == "cuda" else "CPU"
-        cores = args.env_threads or len(os.sched_getaffinity(0))
+        cores = args.env_threads or available_cores()
         where = f"{args.num_workers} worker processes" if args.num_workers else "this process"
         _tell(
             f"{self.script} on {args.env}: {args.num_envs} environments in {where}, "
@@ -438,7 +440,7 @@ class Run:
         for path in (self.dir / "checkpoint.pt", self.dir / "checkpoint.prev.pt"):
             if not path.exists():
                 continue
-            content, problem = _load_checked(path)
+            content, problem = load_checked(path)
             if content is not None:
                 for bad in damaged:  # aside, lest the next save keep it instead of the good one
                     os.replace(bad, bad.with_suffix(".damaged"))
@@ -678,7 +680,7 @@ class Workers:
         self._shared = {k: v.cpu().clone().share_memory_() for k, v in self._rollout.items()}
         count = self.args.num_workers
         edges = [self.args.num_envs * i // count for i in range(count + 1)]
-        cores = self.args.env_threads or len(os.sched_getaffinity(0))
+        cores = self.args.env_threads or available_cores()
         for index, (low, high) in enumerate(itertools.pairwise(edges)):
             args = dataclasses.replace(
                 self.args, num_envs=high - low, env_threads=max(1, cores // count)
@@ -783,7 +785,8 @@ class Evaluator:
 
 
 def _evaluator_main(pipe, restart, agent, args) -> None:
-    os.nice(10)
+    if hasattr(os, "nice"):
+        os.nice(10)
     envs = _make_envs(dataclasses.replace(args, num_envs=args.eval_episodes), args.seed, "cpu", 1)
     while True:
         step = pipe.recv()
@@ -856,7 +859,7 @@ def _make_envs(
         raise UserError(f"--env {args.env}: {error}") from None
 
 
-def _check(args: RunArgs, limits: dict[str, tuple]) -> None:
+def check_args(args: RunArgs, limits: dict[str, tuple]) -> None:
     for field in dataclasses.fields(args):
         name, value, kind = field.name, getattr(args, field.name), type(field.default)
         flag = "--" + name.replace("_", "-")
@@ -899,6 +902,34 @@ def _saved_args(given: RunArgs, script: str) -> RunArgs:
     return dataclasses.replace(saved, run_dir=given.resume)
 
 
+def parse(args_class: type[RunArgs], tuned: dict[str, dict[str, Any]]) -> RunArgs:
+    """The command line, with the defaults that a script's table `tuned` has for its --env.
+
+    Flags that are given win over the table. A resumed run takes its arguments from its folder.
+    """
+    args = tyro.cli(args_class)
+    if args.resume or args.env not in tuned:
+        return args
+    return tyro.cli(args_class, default=args_class(env=args.env, **tuned[args.env]))
+
+
+def flatten(agent: nn.Module) -> nn.Parameter:
+    """Make all parameters of `agent` views of one vector, which is returned, with its gradient.
+
+    For an optimizer that then has one tensor: one kernel a step, one norm to clip, one all-reduce,
+    instead of one a layer. The gradient is emptied by `grad.zero_()`, not by setting it to None.
+    """
+    parameters = list(agent.parameters())
+    vector = nn.Parameter(nn.utils.parameters_to_vector(parameters).detach())
+    vector.grad = torch.zeros_like(vector)
+    sizes = [parameter.numel() for parameter in parameters]
+    for parameter, data, grad in zip(
+        parameters, vector.data.split(sizes), vector.grad.split(sizes), strict=True
+    ):
+        parameter.data, parameter.grad = data.view_as(parameter), grad.view_as(parameter)
+    return vector
+
+
 def _copy_weights(source: nn.Module, target: nn.Module) -> None:
     with torch.no_grad():
         for ours, theirs in zip(
@@ -928,7 +959,7 @@ def _save_atomically(content: dict[str, Any], path: Path, keep_previous: bool) -
     os.replace(temporary, path)
 
 
-def _load_checked(path: Path) -> tuple[Any, str]:
+def load_checked(path: Path) -> tuple[Any, str]:
     """The content of a .pt file, or None and what is wrong with it.
 
     torch.load notices a truncated file but not a flipped bit; the checksums inside do.

@@ -68,16 +68,18 @@ def test_an_empty_or_beaten_memory_contributes_exactly_zero():
 
 
 def test_steps_are_drawn_in_proportion_to_their_energy():
-    returns = torch.linspace(-3, 3, 20).view(4, 5)
+    levels = torch.linspace(-3, 3, 20)
+    returns = levels.repeat(10_000).view(-1, 5)
     agent, memory, rollout = memory_of(returns)
+    rollout["obs"].zero_()  # one state, one value
     memory.add(rollout, returns)
-    value = agent.value(agent.normalizer(rollout["obs"])).flatten()
-    energy = (returns.flatten() - value).clamp(min=0)
+    value = agent.value(agent.normalizer(torch.zeros(3)))
+    energy = (levels - value).clamp(min=0)
     spins = next(memory.draw(agent, 200_000))
-    index = (spins["returns"].unsqueeze(1) == returns.flatten()).int().argmax(1)
+    index = (spins["returns"].unsqueeze(1) == levels).int().argmax(1)
     frequencies = torch.bincount(index, minlength=20) / len(index)
-    torch.testing.assert_close(frequencies, energy / energy.sum(), atol=0.005, rtol=0)
-    torch.testing.assert_close(spins["mean_energy"], energy[energy > 0].mean())
+    torch.testing.assert_close(frequencies, energy / energy.sum(), atol=0.01, rtol=0)
+    torch.testing.assert_close(spins["mean_energy"], energy[energy > 0].mean(), rtol=0.05, atol=0)
 
 
 def test_the_memory_term_against_numpy():

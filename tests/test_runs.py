@@ -27,7 +27,7 @@ import torch
 
 import vec_envs
 from algos import ppo
-from algos.worker_learner import Workers, _load_checked, score
+from algos.worker_learner import Workers, load_checked, score
 
 ROOT = Path(__file__).parent.parent
 PATIENCE = 240  # seconds, for machines that are busy with something else
@@ -608,7 +608,7 @@ def test_any_flipped_byte_is_noticed_or_harmless(stopped, tmp_path):
         damaged = bytearray(content)
         damaged[position] ^= 1 << bit
         path.write_bytes(damaged)
-        found, problem = _load_checked(path)
+        found, problem = load_checked(path)
         assert problem if found is None else same(found, good), (position, bit)
         return found is None
 
@@ -648,7 +648,7 @@ def test_full_disk_does_not_stop_training(tmp_path):
     ended = finish(tight)
     assert ended.text.count("Warning") == ended.text.count("Warning: checkpoint.pt") == 1
     for run in (tight, full):
-        assert _load_checked(run.dir / "checkpoint.pt")[1] == ""
+        assert load_checked(run.dir / "checkpoint.pt")[1] == ""
         assert load(run.dir)["run"]["step"] < 4000
         assert not list(run.dir.glob("*.tmp"))
     # the older checkpoint is good for the same end
@@ -679,7 +679,7 @@ def test_full_file_system_and_vanished_folder(tmp_path):
         if not mounted:
             pytest.skip("needs the right to mount a tmpfs")
         finish(run)
-        assert _load_checked(run.dir / "checkpoint.pt")[1] == ""
+        assert load_checked(run.dir / "checkpoint.pt")[1] == ""
         (disk / "ballast").unlink()
         finish(resume(run.dir))
         assert load(run.dir)["run"]["step"] == 6016

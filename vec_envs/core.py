@@ -26,6 +26,7 @@ data say, so that on a GPU a step has no host synchronisation and fits in a CUDA
     _observe()          the present observation -> (N, obs_dim)
 """
 
+import os
 from typing import Any
 
 import gymnasium
@@ -33,6 +34,13 @@ import torch
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 from torch import Tensor
+
+
+def available_cores() -> int:
+    """How many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 class VecEnv(VectorEnv):

@@ -20,7 +20,6 @@ they lag `qpos` by one substep. That is kept here, since equal means equal.
 """
 
 import functools
-import os
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -34,7 +33,7 @@ import torch
 from gymnasium.spaces import Box
 from torch import Tensor
 
-from vec_envs.core import VecEnv
+from vec_envs.core import VecEnv, available_cores
 
 ASSETS = Path(gymnasium.__file__).parent / "envs" / "mujoco" / "assets"
 # The warnings after which MuJoCo has reset an unstable simulation by itself.
@@ -55,7 +54,7 @@ class CSimulation:
         self.model, self.frame_skip = model, frame_skip
         self.contact_forces = any(array == "cfrc_ext" for array, _ in fields.values())
         self.data = [mujoco.MjData(model) for _ in range(num_envs)]
-        self.threads = min(threads or len(os.sched_getaffinity(0)), num_envs)
+        self.threads = min(threads or available_cores(), num_envs)
         self.pool = ThreadPoolExecutor(max(1, self.threads - 1))
         # Numpy views into every MjData: one np.concatenate reads a field of all envs at once.
         self.views = {
