@@ -20,6 +20,7 @@ the environment out. Weights and trajectories cross process borders in shared me
 carry only signals. Children die with their parent, however it dies.
 """
 
+import argparse
 import contextlib
 import copy
 import ctypes
@@ -907,10 +908,12 @@ def parse(args_class: type[RunArgs], tuned: dict[str, dict[str, Any]]) -> RunArg
 
     Flags that are given win over the table. A resumed run takes its arguments from its folder.
     """
-    args = tyro.cli(args_class)
-    if args.resume or args.env not in tuned:
-        return args
-    return tyro.cli(args_class, default=args_class(env=args.env, **tuned[args.env]))
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--env", default=args_class.env)
+    first.add_argument("--resume")
+    given, _ = first.parse_known_args()
+    own = {} if given.resume else tuned.get(given.env, {})
+    return tyro.cli(args_class, default=args_class(**own))
 
 
 def flatten(agent: nn.Module) -> nn.Parameter:

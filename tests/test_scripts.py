@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from algos import ppo
+from algos.worker_learner import parse
+
 ALGOS = Path(__file__).parent.parent / "algos"
 SCRIPTS = ["a2c", "ppo", "ppo_hterm", "ppo_hterm_variants"]
 
@@ -52,3 +55,15 @@ def test_short_run(script, env, tmp_path):
     assert "Done: 512 steps" in done.stdout
     for name in ("args.json", "metrics.csv", "checkpoint.pt", "best.pt", "last.pt"):
         assert (tmp_path / "run" / name).exists(), name
+
+
+def test_flags_win_over_an_environments_own_defaults(monkeypatch):
+    for command, horizon, discount in (
+        ("--env HalfCheetah", 32, 0.98),
+        ("--env HalfCheetah --horizon 64 --discount 0.99", 64, 0.99),  # the general defaults
+        ("--env Hopper", 64, 0.99),
+        ("--resume somewhere", 64, 0.99),  # the folder's arguments count, not the table
+    ):
+        monkeypatch.setattr(sys, "argv", ["ppo.py", *command.split()])
+        args = parse(ppo.Args, ppo.TUNED)
+        assert (args.horizon, args.discount) == (horizon, discount), command
