@@ -41,8 +41,6 @@ from algos.worker_learner import Result, Run, RunArgs, Workers, flatten, parse
 class Args(RunArgs):
     """PPO with other forms of the H-term on any environment of vec_envs."""
 
-    total_steps: int = 4_000_000
-    """how many environment steps to train for"""
     horizon: int = 64
     """steps of each environment in a rollout"""
     learning_rate: float = 5e-4
@@ -97,12 +95,14 @@ LIMITS = {
 # What differs by environment, as in the tables of papers; a flag on the command line wins.
 TUNED = {
     "Ant": {
-        **{"horizon": 32, "epochs": 5, "learning_rate": 1e-3, "initial_log_std": -1.0},
+        **{"total_steps": 2_000_000, "horizon": 32, "epochs": 5, "learning_rate": 1e-3},
+        "initial_log_std": -1.0,
     },
     "HalfCheetah": {
         **{"horizon": 32, "minibatch_size": 128, "learning_rate": 3e-4, "initial_log_std": -1.0},
         **{"discount": 0.98, "gae_lambda": 0.92},
     },
+    "Walker2d": {"horizon": 32, "learning_rate": 1e-3},
 }
 
 
