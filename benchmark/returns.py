@@ -1,0 +1,150 @@
+"""What a script's policy earns: one row a run in results/returns.csv, its curve in curves.csv.
+
+    python benchmark/returns.py --script ppo --env Hopper --seeds 1 2 3 4 5
+    python benchmark/returns.py --script ppo --env Ant --seeds 1 2 3 -- --horizon 64
+    python benchmark/returns.py --table            # Markdown of what results/returns.csv holds
+
+What follows `--` are flags for the script.
+
+Runs are single-threaded, `--parallel` at a time, and lie in `--runs-dir`: a finished run is not
+repeated, one that was interrupted goes on where it was. The return is the mean of the last
+deterministic evaluation, after all steps. Seconds are of training alone, with `--parallel` runs
+sharing the machine: they are no speed claim (benchmark/throughput.py makes those).
+"""
+
+import csv
+import json
+import shlex
+import statistics
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import tyro
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmark" / "results"
+COLUMNS = (
+    *("script", "env", "seed", "steps", "return", "std", "best", "seconds"),
+    *("torch_threads_and_env_threads", "parallel", "commit", "command"),
+)
+
+
+@dataclass
+class Options:
+    """Train one script with several seeds and keep what came out."""
+
+    script: str = "ppo"
+    """name of a script in algos/"""
+    env: str = "Hopper"
+    """environment"""
+    seeds: list[int] = field(default_factory=lambda: [1, 2, 3, 4, 5])
+    """one run each"""
+    eval_episodes: int = 20
+    """episodes of an evaluation"""
+    env_threads: int = 1
+    """threads that step MuJoCo in each run"""
+    parallel: int = 2
+    """runs at a time"""
+    runs_dir: Path = ROOT / "runs" / "returns"
+    """where the run folders are"""
+    results: Path = RESULTS
+    """where returns.csv and curves.csv are"""
+    table: bool = False
+    """print the table of returns.csv and train nothing"""
+
+
+def commit() -> str:
+    """The commit of this tree, marked where files differ from it."""
+    command = ["git", "-C", ROOT, "describe", "--always", "--abbrev=10", "--dirty", "--exclude=*"]
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip() or "unknown"
+
+
+def evaluations(run_dir: Path) -> dict[int, dict[str, float]]:
+    """{step: {"seconds": ..., "episodic_return": ..., ...}} of a run's metrics.csv."""
+    found: dict[int, dict[str, float]] = {}
+    with open(run_dir / "metrics.csv", newline="") as file:
+        for row in csv.DictReader(file):
+            if row["tag"].startswith("eval/"):
+                entry = found.setdefault(int(row["step"]), {"seconds": float(row["seconds"])})
+                entry[row["tag"].removeprefix("eval/")] = float(row["value"])
+    return found
+
+
+def train(options: Options, flags: list[str], seed: int) -> None:
+    """One run to its end, and its rows."""
+    words = [options.script, options.env, *flags, str(seed)]
+    name = "__".join(word.strip("-").replace("/", "-").replace(":", "-") for word in words)
+    run_dir = options.runs_dir / name
+    command = ["python", f"algos/{options.script}.py", "--env", options.env, "--seed", str(seed)]
+    command += ["--env-threads", str(options.env_threads)]
+    command += ["--eval-episodes", str(options.eval_episodes), *flags]
+    note = run_dir / "finished.json"  # what returns.csv says of it: this run is not repeated
+    if note.exists():
+        return
+    start = ["--resume", run_dir] if (run_dir / "args.json").exists() else ["--run-dir", run_dir]
+    arguments = [ROOT / command[1], *(start if start[0] == "--resume" else command[2:] + start)]
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, cwd=ROOT)
+    if done.returncode:
+        raise SystemExit(f"{name} ended with {done.returncode}: {done.stderr[-2000:]}")
+    curve = evaluations(run_dir)
+    last = max(curve)
+    best = max(entry["episodic_return"] for entry in curve.values())
+    row = dict.fromkeys(COLUMNS, "")
+    row |= {"script": options.script, "env": options.env, "seed": seed, "steps": last}
+    row |= {"return": round(curve[last]["episodic_return"], 2), "best": round(best, 2)}
+    row |= {"std": round(curve[last]["episodic_return_std"], 2)}
+    row |= {"seconds": round(curve[last]["seconds"], 1), "parallel": options.parallel}
+    row |= {"torch_threads_and_env_threads": f"1 {options.env_threads}", "commit": commit()}
+    append(options.results / "returns.csv", [row | {"command": shlex.join(command)}])
+    points = [
+        {"script": options.script, "env": options.env, "flags": shlex.join(flags), "seed": seed}
+        | {"step": step, "seconds": entry["seconds"], "return": round(entry["episodic_return"], 2)}
+        for step, entry in sorted(curve.items())
+    ]
+    append(options.results / "curves.csv", points)
+    note.write_text(json.dumps(row))
+    print(f"{name}: {row['return']}", flush=True)
+
+
+def append(path: Path, rows: list[dict]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = not path.exists()
+    with open(path, "a", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        if new:
+            writer.writeheader()
+        writer.writerows(rows)
+
+
+def table(path: Path) -> None:
+    """Print a row of Markdown for every group of runs that differ only in the seed."""
+    groups: dict[tuple[str, ...], list[float]] = {}
+    with open(path, newline="") as file:
+        for row in csv.DictReader(file):
+            command = shlex.split(row["command"])
+            at = command.index("--seed")
+            key = (shlex.join(command[:at] + command[at + 2 :]), row["steps"])
+            groups.setdefault(key, []).append(float(row["return"]))
+    print("| command | steps | seeds | mean | median | sd | worst |\n|---|---|---|---|---|---|---|")
+    for (command, steps), returns in sorted(groups.items()):
+        spread = statistics.stdev(returns) if len(returns) > 1 else 0.0
+        figures = (statistics.mean(returns), statistics.median(returns), spread, min(returns))
+        numbers = " | ".join(f"{figure:.0f}" for figure in figures)
+        print(f"| `{command}` | {steps} | {len(returns)} | {numbers} |")
+
+
+def main(options: Options, flags: list[str]) -> None:
+    if options.table:
+        table(options.results / "returns.csv")
+        return
+    with ThreadPoolExecutor(options.parallel) as pool:
+        list(pool.map(lambda seed: train(options, flags, seed), options.seeds))
+
+
+if __name__ == "__main__":
+    words = [*sys.argv[1:], "--"]
+    end = words.index("--")
+    main(tyro.cli(Options, args=words[:end]), words[end + 1 : -1])
