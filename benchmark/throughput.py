@@ -1,0 +1,358 @@
+"""Every speed claim: what CraneRL does in a second, beside what others do, in one run.
+
+    pip install -e ".[benchmark]"
+    python benchmark/throughput.py                     # all sections
+    python benchmark/throughput.py --sections env      # one of them
+    python benchmark/throughput.py --table             # Markdown of results/throughput.csv
+
+The contenders of a group take turns for several rounds, so that a slow minute of the machine hits
+all of them; the median counts. `ratio` is CraneRL's median over that contender's. Each uses all
+cores as it sees fit, with its own defaults; what is compared is said beside it.
+"""
+
+import csv
+import datetime
+import os
+import platform
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+
+import gymnasium
+import numpy as np
+import torch
+import tyro
+
+import vec_envs
+from algos import ppo, ppo_hterm, ppo_hterm_variants
+from algos.worker_learner import Workers, flatten
+from vec_envs.chasing import Chasing
+from vec_envs.core import available_cores
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmark" / "results"
+Contenders = dict[str, Callable[[], float]]  # what it is -> measure once, units a second
+
+
+@dataclass
+class Options:
+    """Measure, write results/throughput.csv and throughput.png, print a table."""
+
+    sections: list[str] = field(default_factory=lambda: ["env", "training", "chasing", "hterm"])
+    """what to measure; the other sections keep their rows"""
+    rounds: int = 5
+    """turns of each contender"""
+    seconds: float = 3.0
+    """length of a turn (training: about ten times that)"""
+    results: Path = RESULTS
+    """folder of the CSV and the figure"""
+    table: bool = False
+    """print the CSV as Markdown and measure nothing"""
+
+
+def per_second(step: Callable[[int], None], units: int, seconds: float) -> float:
+    """Call step(0), step(1), … for so long -> units a second."""
+    start, count = time.perf_counter(), 0
+    while (passed := time.perf_counter() - start) < seconds:
+        step(count)
+        count += 1
+    return count * units / passed
+
+
+# Sections: each yields (group, unit, contenders); the first contender is CraneRL.
+
+
+def env(options: Options) -> Iterator[tuple[str, str, Contenders]]:
+    """Random actions through step(): observations, rewards and autoreset included."""
+    for num_envs in (64, 1024):
+        for name in ("Hopper", "Ant"):
+            turns = {}
+            for what, make in ENV_STEPPERS.items():
+                if num_envs > 64 and "Gymnasium" in what:
+                    continue  # a thousand environments in Python, or a thousand processes
+                step = make(name, num_envs)
+                turns[what] = lambda step=step, n=num_envs: per_second(step, n, options.seconds)
+            yield f"{name}, {num_envs} environments", "env steps/s", turns
+
+
+def crane_stepper(name: str, num_envs: int) -> Callable[[int], None]:
+    envs = vec_envs.make(name, num_envs)
+    envs.reset()
+    low, high = map(torch.from_numpy, (envs.single_action_space.low, envs.single_action_space.high))
+    actions = low + (high - low) * torch.rand(50, num_envs, len(low))
+    return lambda i: envs.step(actions[i % 50])
+
+
+def physics_stepper(name: str, num_envs: int) -> Callable[[int], None]:
+    """mujoco.rollout, no observation, reward or reset, from states that step() passes through.
+
+    (Without resets a Hopper lies on the floor most of the time, which is another task.)
+    """
+    import mujoco
+    from mujoco import rollout
+
+    envs = vec_envs.make(name, num_envs)
+    envs.reset()
+    model, kind = envs.model, mujoco.mjtState.mjSTATE_FULLPHYSICS
+    size, frame_skip = mujoco.mj_stateSize(model, kind), envs.options.frame_skip
+    low, high = model.actuator_ctrlrange.T
+    snapshots = []
+    for i in range(200):
+        action = np.random.uniform(low, high, (num_envs, model.nu))
+        if i % 10 == 0:
+            states, warmstart = np.empty((num_envs, size)), np.empty((num_envs, model.nv))
+            for data, row, start in zip(envs.sim.data, states, warmstart, strict=True):
+                mujoco.mj_getState(model, data, row, kind)
+                start[:] = data.qacc_warmstart
+            controls = np.repeat(action[:, None], frame_skip, 1)
+            snapshots.append((states, controls, warmstart))
+        envs.step(torch.from_numpy(action).float())
+    pool = rollout.Rollout(nthread=available_cores())
+    datas = [mujoco.MjData(model) for _ in range(available_cores())]
+
+    def step(i: int) -> None:
+        states, controls, warmstart = snapshots[i % len(snapshots)]
+        pool.rollout(model, datas, states, controls, initial_warmstart=warmstart)
+
+    return step
+
+
+def envpool_stepper(name: str, num_envs: int) -> Callable[[int], None]:
+    import envpool
+
+    envs = envpool.make_gymnasium(
+        f"{name}-v4", num_envs=num_envs, num_threads=available_cores(), seed=0
+    )
+    envs.reset()
+    space = envs.action_space
+    actions = np.random.uniform(space.low, space.high, (50, num_envs, *space.shape))
+    return lambda i: envs.step(actions[i % 50])
+
+
+def gymnasium_stepper(mode: str) -> Callable[[str, int], Callable[[int], None]]:
+    def make(name: str, num_envs: int) -> Callable[[int], None]:
+        options = {"include_cfrc_ext_in_observation": False} if name == "Ant" else {}
+        envs = gymnasium.make_vec(f"{name}-v5", num_envs, vectorization_mode=mode, **options)
+        envs.reset(seed=0)
+        actions = [envs.action_space.sample() for _ in range(50)]
+        return lambda i: envs.step(actions[i % 50])
+
+    return make
+
+
+ENV_STEPPERS = {
+    "CraneRL step()": crane_stepper,
+    "mujoco.rollout, physics alone": physics_stepper,
+    "EnvPool, one thread a core": envpool_stepper,
+    "Gymnasium AsyncVectorEnv": gymnasium_stepper("async"),
+    "Gymnasium SyncVectorEnv": gymnasium_stepper("sync"),
+}
+
+STABLE_BASELINES = """
+import sys, time
+from stable_baselines3 import PPO
+from stable_baselines3.common.env_util import make_vec_env
+env, num_envs, steps, options = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), {}
+if env == "Ant-v5":
+    options = {"include_cfrc_ext_in_observation": False}
+model = PPO("MlpPolicy", make_vec_env(env, num_envs, env_kwargs=options), device="cpu")
+model.learn(2048 * num_envs)
+before, start = model.num_timesteps, time.perf_counter()
+model.learn(steps, reset_num_timesteps=False)
+print("steps/s", (model.num_timesteps - before) / (time.perf_counter() - start))
+"""
+
+
+def training(options: Options) -> Iterator[tuple[str, str, Contenders]]:
+    """PPO, collection and update: `python algos/ppo.py --env ENV` against Stable-Baselines3's."""
+    length = 10 * options.seconds
+
+    def crane(name: str) -> float:
+        with tempfile.TemporaryDirectory() as folder:
+            command = [sys.executable, ROOT / "algos" / "ppo.py", "--env", name, "--eval-every"]
+            command += ["0", "--eval-episodes", "1", "--run-dir", f"{folder}/run"]
+            command += ["--total-steps", str(int(8000 * length))]
+            subprocess.run(command, check=True, capture_output=True)
+            rows = (Path(folder) / "run" / "metrics.csv").read_text().splitlines()
+            return float([row for row in rows if ",charts/SPS," in row][-1].split(",")[3])
+
+    def stable_baselines(name: str, num_envs: int) -> float:
+        steps = max(1, round(1700 * length / (2048 * num_envs))) * 2048 * num_envs
+        command = [sys.executable, "-c", STABLE_BASELINES, f"{name}-v5", str(num_envs), str(steps)]
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
+        return float(re.search(r"steps/s (\S+)", done.stdout)[1])
+
+    for name in ("Hopper", "Ant"):
+        physics = physics_stepper(name, 64)
+        yield (
+            f"PPO on {name}",
+            "training steps/s",
+            {
+                "CraneRL ppo.py": lambda name=name: crane(name),
+                "Stable-Baselines3 PPO, 1 environment": lambda name=name: stable_baselines(name, 1),
+                "Stable-Baselines3 PPO, 8 environments": lambda name=name: stable_baselines(
+                    name, 8
+                ),
+                "mujoco.rollout, physics alone": lambda physics=physics: per_second(
+                    physics, 64, options.seconds
+                ),
+            },
+        )
+
+
+class LoopingChasing(Chasing):
+    """The same game with the end of an episode seen to env by env, as in the documents."""
+
+    def step(self, action):
+        reward, caught = self._simulate(self.check_action(action))
+        self._lengths = self._lengths + 1
+        done = torch.zeros(self.num_envs, dtype=torch.bool)
+        for i in range(self.num_envs):
+            if caught[i] or self._lengths[i] >= self.max_episode_steps:
+                done[i] = True
+                self._restart(torch.arange(self.num_envs) == i)
+                self._lengths[i] = 0
+        self.obs = self._observe()
+        return self.obs, reward, done, done & ~caught, {}
+
+
+def chasing(options: Options) -> Iterator[tuple[str, str, Contenders]]:
+    """vec_envs/chasing.py against a Python loop over its envs."""
+    turns = {}
+    for what, kind in (("CraneRL, batched", Chasing), ("looping over envs", LoopingChasing)):
+        envs = kind(1024)
+        envs.reset()
+        action = torch.rand(1024, 2) * 2 - 1
+        turns[what] = lambda envs=envs, action=action: per_second(
+            lambda i: envs.step(action), 1024, options.seconds
+        )
+    yield "Chasing, 1024 environments", "env steps/s", turns
+
+
+def hterm(options: Options) -> Iterator[tuple[str, str, Contenders]]:
+    """Transitions learnt from in a second by `update` alone, on one rollout of Hopper."""
+    turns = {}
+    for what, script, own in (
+        ("CraneRL ppo_hterm.py", ppo_hterm, {}),
+        ("ppo_hterm_variants.py --hterm chain", ppo_hterm_variants, {"hterm": "chain"}),
+        ("ppo_hterm_variants.py --hterm published", ppo_hterm_variants, {"hterm": "published"}),
+        ("ppo.py", ppo, {}),
+    ):
+        args = script.Args(env="Hopper", num_envs=64, device="cpu", **own)
+        run = SimpleNamespace(args=args, device=torch.device("cpu"), check_rollout=lambda _: None)
+        workers = Workers(run, script.collect)
+        agent = script.Agent(workers.observation_space, workers.action_space, args)
+        optimizer = torch.optim.Adam([flatten(agent)], torch.tensor(1e-4), fused=True)
+        empty = workers.start(agent, args.horizon)
+        extra = ()
+        if script is ppo_hterm:
+            extra = (ppo_hterm.EnergyMemory(empty, args),)
+        elif script is ppo_hterm_variants:
+            extra = (ppo_hterm_variants.Windows(empty, args), args.hterm_coef)
+        rollout = workers.collect()
+
+        def step(
+            i, update=script.update, loss=script.minibatch_loss, rest=(args, *extra), a=agent,
+            o=optimizer, r=rollout,
+        ):  # fmt: skip
+            update(a, o, r, loss, *rest)
+
+        turns[what] = lambda step=step: per_second(step, 64 * 64, options.seconds)
+    yield "PPO's update with the H-term", "transitions/s", turns
+
+
+SECTIONS = {"env": env, "training": training, "chasing": chasing, "hterm": hterm}
+
+
+# Measuring and showing.
+
+
+def measure(section: str, options: Options) -> list[dict]:
+    cpu = next((x for x in open("/proc/cpuinfo") if "model name" in x), platform.processor())
+    git = ["git", "-C", ROOT, "describe", "--always", "--abbrev=10", "--dirty", "--exclude=*"]
+    about = {
+        "rounds": options.rounds,
+        "machine": f"{cpu.split(':')[-1].strip()}, {os.cpu_count()} cores, no GPU used",
+        "torch": torch.__version__,
+        "commit": subprocess.run(git, capture_output=True, text=True).stdout.strip(),
+        "date": datetime.date.today().isoformat(),
+    }
+    rows = []
+    for group, unit, contenders in SECTIONS[section](options):
+        found: dict[str, list[float]] = {what: [] for what in contenders}
+        for _ in range(options.rounds):
+            for what, turn in contenders.items():
+                found[what].append(turn())
+        medians = {what: statistics.median(values) for what, values in found.items()}
+        ours = next(iter(medians.values()))
+        for what, values in found.items():
+            row = {"section": section, "group": group, "what": what, "unit": unit}
+            row |= {"median": round(medians[what]), "lowest": round(min(values))}
+            row |= {"highest": round(max(values)), "ratio": round(ours / medians[what], 2)}
+            rows.append(row | about)
+            print(*row.values(), sep="  ", flush=True)
+    return rows
+
+
+def show(rows: list[dict]) -> None:
+    """Print the rows as Markdown."""
+    print("| what | median | lowest to highest | CraneRL is |\n|---|---|---|---|")
+    for group in dict.fromkeys(row["group"] for row in rows):
+        mine = [row for row in rows if row["group"] == group]
+        print(f"| **{group}** ({mine[0]['unit']}) | | | |")
+        for row in mine:
+            span = f"{int(row['lowest']):,} – {int(row['highest']):,}"
+            print(f"| {row['what']} | {int(row['median']):,} | {span} | {row['ratio']} × |")
+
+
+def draw(rows: list[dict], path: Path) -> None:
+    from matplotlib import pyplot
+
+    groups = list(dict.fromkeys(row["group"] for row in rows))
+    sizes = [sum(row["group"] == group for row in rows) for group in groups]
+    figure, panels = pyplot.subplots(
+        len(groups), 1, figsize=(8, 0.6 * len(groups) + 0.3 * sum(sizes)), squeeze=False,
+        gridspec_kw={"height_ratios": sizes}, layout="constrained",
+    )  # fmt: skip
+    for axes, group in zip(panels[:, 0], groups, strict=True):
+        mine = [row for row in rows if row["group"] == group][::-1]
+        colours = ["#d95f02" if "CraneRL" in row["what"] else "#9aa5b1" for row in mine]
+        bars = axes.barh([row["what"] for row in mine], [float(r["median"]) for r in mine])
+        for bar, colour in zip(bars, colours, strict=True):
+            bar.set_color(colour)
+        axes.bar_label(bars, [f" {int(row['median']):,}" for row in mine], fontsize=8)
+        axes.set_title(f"{group} ({mine[0]['unit']})", loc="left", fontsize=9)
+        axes.spines[["top", "right", "bottom"]].set_visible(False)
+        axes.tick_params(labelsize=8, length=0)
+        axes.set_xticks([])
+        axes.margins(x=0.12)
+    figure.savefig(path, dpi=110)
+
+
+def main(options: Options) -> None:
+    path = options.results / "throughput.csv"
+    rows = list(csv.DictReader(open(path))) if path.exists() else []
+    if not options.table:
+        torch.set_num_threads(1)
+        for section in options.sections:
+            new = measure(section, options)
+            rows = [row for row in rows if row["section"] != section] + new
+            rows.sort(key=lambda row: list(SECTIONS).index(row["section"]))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with open(path, "w", newline="") as file:
+                writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+                writer.writeheader()
+                writer.writerows(rows)
+        draw(rows, options.results / "throughput.png")
+    show(rows)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options))
