@@ -183,7 +183,7 @@ def critic_loss(agent: Agent, target: Agent, batch: dict, args: Args) -> tuple[T
         next_value = target.value(batch["next_obs"], next_action)
         future = batch["discount"] * ~batch["terminated"] * next_value
         y = args.reward_scale * batch["reward"] + future
-    error = agent.value(batch["obs"], batch["action"]) - y  # (B,)
+    error = y - agent.value(batch["obs"], batch["action"])  # (B,)
     return 0.5 * (batch["weight"] * error.square()).mean(), error.detach()
 
 

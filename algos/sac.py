@@ -201,8 +201,8 @@ def critic_loss(agent: Agent, target: Critics, batch: dict, args: Args) -> tuple
         next_value -= agent.actor.log_temperature.exp() * log_prob
         future = batch["discount"] * ~batch["terminated"] * next_value
         y = args.reward_scale * batch["reward"] + future
-    error = agent.critics(batch["obs"], batch["action"]) - y  # (2, B)
-    return 0.5 * (batch["weight"] * error.square()).mean(1).sum(), error.detach().mean(0)
+    error = y - agent.critics(batch["obs"], batch["action"])  # (2, B)
+    return 0.5 * (batch["weight"] * error.square()).mean(1).sum(), error.detach().abs().mean(0)
 
 
 def actor_loss(agent: Agent, batch: dict, args: Args) -> tuple[Tensor, Tensor]:

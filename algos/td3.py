@@ -195,8 +195,8 @@ def critic_loss(agent: Agent, target: Agent, batch: dict, args: Args) -> tuple[T
         next_value = target.critics(batch["next_obs"], next_action).amin(0)
         future = batch["discount"] * ~batch["terminated"] * next_value
         y = args.reward_scale * batch["reward"] + future
-    error = agent.critics(batch["obs"], batch["action"]) - y  # (2, B)
-    return 0.5 * (batch["weight"] * error.square()).mean(1).sum(), error.detach().mean(0)
+    error = y - agent.critics(batch["obs"], batch["action"])  # (2, B)
+    return 0.5 * (batch["weight"] * error.square()).mean(1).sum(), error.detach().abs().mean(0)
 
 
 def actor_loss(agent: Agent, batch: dict, args: Args) -> Tensor:
