@@ -12,13 +12,14 @@ from algos.worker_learner import parse
 
 ALGOS = Path(__file__).parent.parent / "algos"
 SCRIPTS = ["a2c", "ppo", "ppo_hterm", "ppo_hterm_variants"]
-DISCRETE = ["pqn", "dqn"]  # Q-learning: a choice among a few actions
+DISCRETE = ["pqn", "dqn", "d3qn"]  # Q-learning: a choice among a few actions
 
 # parent, child: the definitions that may differ; any other that both have must be the same text
 PAIRS = {
     ("a2c", "ppo"): {"Args", "policy_loss", "value_loss", "prepare", "update", "train"},
     ("ppo", "ppo_hterm"): {"Args", "Agent", "update", "train"},
     ("pqn", "dqn"): {"Args", "QNetwork", "q_loss", "update", "train"},
+    ("dqn", "d3qn"): {"Args", "QNetwork", "td_target", "q_loss", "update", "train"},
     ("ppo", "ppo_hterm_variants"): {"Args", "prepare", "update", "train"},
 }
 
@@ -71,8 +72,8 @@ def test_discrete_script(script, tmp_path):
     assert "Done: 512 steps" in done.stdout
     for name in ("args.json", "metrics.csv", "checkpoint.pt", "best.pt", "last.pt"):
         assert (tmp_path / "run" / name).exists(), name
-    flags = [tmp_path / "other", "--env", "Pendulum"]
-    done = subprocess.run([*python, *flags], capture_output=True, text=True, timeout=120)
+    command = [*python, tmp_path / "other", "--env", "Pendulum"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1 and not (tmp_path / "other").exists()
     assert done.stderr.count("\n") == 1 and "use ppo.py" in done.stderr
 
