@@ -200,7 +200,7 @@ def epsilon_at(step: int, args: Args) -> float:
 
 @torch.no_grad()
 def td_target(agent: Agent, target_network: QNetwork, batch, args: Args) -> Tensor:
-    """y = r + γ (1 − terminated) Q̄(s', argmax_a Q(s', a)), (B,); reward and γ are those of n steps."""
+    """y = r + γ (1 − terminated) Q̄(s', argmax_a Q(s', a)), (B,); r and γ are of n steps."""
     next_obs = agent.normalizer(batch["next_obs"])
     best = agent.q_network(next_obs).argmax(-1, keepdim=True)
     next_value = target_network(next_obs).gather(-1, best).squeeze(-1)
