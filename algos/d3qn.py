@@ -268,7 +268,7 @@ def train(args: Args) -> Result:
                 if number % args.target_every == 0:
                     target_weights.lerp_(weights.detach(), args.target_update)
             if losses and first // args.log_every < step // args.log_every:
-                run.log(step, {f"losses/{name}": x.mean() for name, x in losses.items()})
+                run.log(step, {f"losses/{name}": x.detach().mean() for name, x in losses.items()})
         run.log_episodes(step, rollout)
         run.evaluate(step)
         run.checkpoint(step)

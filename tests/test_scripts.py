@@ -12,7 +12,7 @@ from algos.worker_learner import parse
 
 ALGOS = Path(__file__).parent.parent / "algos"
 SCRIPTS = ["a2c", "ppo", "ppo_hterm", "ppo_hterm_variants"]
-DISCRETE = ["pqn", "dqn", "d3qn"]  # Q-learning: a choice among a few actions
+DISCRETE = ["pqn", "dqn", "d3qn", "sac_discrete"]  # a choice among a few actions
 
 # parent, child: the definitions that may differ; any other that both have must be the same text
 PAIRS = {
@@ -20,6 +20,7 @@ PAIRS = {
     ("ppo", "ppo_hterm"): {"Args", "Agent", "update", "train"},
     ("pqn", "dqn"): {"Args", "QNetwork", "q_loss", "update", "train"},
     ("dqn", "d3qn"): {"Args", "QNetwork", "td_target", "q_loss", "update", "train"},
+    ("dqn", "sac_discrete"): {"Args", "Agent", "collect", "update", "train"},
     ("ppo", "ppo_hterm_variants"): {"Args", "prepare", "update", "train"},
 }
 
