@@ -237,7 +237,8 @@ def train(args: Args) -> Result:
 
     while step < args.total_steps:
         agent.epsilon.fill_(epsilon_at(step, args))
-        optimizer.param_groups[0]["lr"].fill_(args.learning_rate * (1 - step / args.total_steps))
+        left = 1 - step / args.total_steps
+        optimizer.param_groups[0]["lr"].fill_(args.learning_rate * left)
         rollout = workers.collect()
         replay.add(rollout)
         agent.normalizer.update(rollout["obs"])
@@ -249,7 +250,7 @@ def train(args: Args) -> Result:
                 if number % args.target_every == 0:
                     target_weights.lerp_(weights.detach(), args.target_update)
             if losses and first // args.log_every < step // args.log_every:
-                run.log(step, {f"losses/{name}": x.mean() for name, x in losses.items()})
+                run.log(step, {f"losses/{name}": x.detach().mean() for name, x in losses.items()})
         run.log_episodes(step, rollout)
         run.evaluate(step)
         run.checkpoint(step)

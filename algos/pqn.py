@@ -232,7 +232,8 @@ def train(args: Args) -> Result:
 
     while step < args.total_steps:
         agent.epsilon.fill_(epsilon_at(step, args))
-        optimizer.param_groups[0]["lr"].fill_(args.learning_rate * (1 - step / args.total_steps))
+        left = 1 - step / args.total_steps
+        optimizer.param_groups[0]["lr"].fill_(args.learning_rate * left)
         rollout = workers.collect()
         step += args.horizon * args.num_envs
         losses = update(agent, optimizer, rollout, loss_function, args)
