@@ -76,7 +76,7 @@ class Args(RunArgs):
     """updates between two such steps of the target network"""
     final_epsilon: float = 0.05
     """ε in the end: how often the action is a random one"""
-    exploration_fraction: float = 0.5
+    exploration_fraction: float = 0.2
     """part of the run during which ε goes from 1 to --final-epsilon"""
     max_grad_norm: float = 10.0
     """gradients longer than this are shortened to it"""
