@@ -151,6 +151,7 @@ class Run:
         self.dir = Path(args.run_dir)
         self.device = torch.device(args.device)
         torch.set_num_threads(1)  # the networks are small: two threads wait more than they work
+        torch.set_flush_denormal(True)  # Adam's moments of dead units become such, and are slow
         torch.manual_seed(args.seed)
 
         self.seconds = 0.0  # of training, over all resumes

@@ -45,12 +45,14 @@ Contenders = dict[str, Callable[[], float]]  # what it is -> measure once, units
 class Options:
     """Measure, write results/throughput.csv and throughput.png, print a table."""
 
-    sections: list[str] = field(default_factory=lambda: ["env", "training", "chasing", "hterm"])
+    sections: list[str] = field(
+        default_factory=lambda: ["env", "training", "dqn", "chasing", "hterm"]
+    )
     """what to measure; the other sections keep their rows"""
     rounds: int = 5
     """turns of each contender"""
     seconds: float = 3.0
-    """length of a turn (training: about ten times that)"""
+    """length of a turn (training: about ten times that, dqn: four times)"""
     results: Path = RESULTS
     """folder of the CSV and the figure"""
     table: bool = False
@@ -170,18 +172,22 @@ print("steps/s", (model.num_timesteps - before) / (time.perf_counter() - start))
 """
 
 
+def training_speed(script: str, *flags: str) -> float:
+    """The steps per second that a script itself reports, without evaluations in between."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, ROOT / "algos" / script, "--eval-every", "0"]
+        command += ["--eval-episodes", "1", "--run-dir", f"{folder}/run", *flags]
+        subprocess.run(command, check=True, capture_output=True)
+        rows = (Path(folder) / "run" / "metrics.csv").read_text().splitlines()
+        return float([row for row in rows if ",charts/SPS," in row][-1].split(",")[3])
+
+
 def training(options: Options) -> Iterator[tuple[str, str, Contenders]]:
     """PPO, collection and update: `python algos/ppo.py --env ENV` against Stable-Baselines3's."""
     length = 10 * options.seconds
 
     def crane(name: str) -> float:
-        with tempfile.TemporaryDirectory() as folder:
-            command = [sys.executable, ROOT / "algos" / "ppo.py", "--env", name, "--eval-every"]
-            command += ["0", "--eval-episodes", "1", "--run-dir", f"{folder}/run"]
-            command += ["--total-steps", str(int(8000 * length))]
-            subprocess.run(command, check=True, capture_output=True)
-            rows = (Path(folder) / "run" / "metrics.csv").read_text().splitlines()
-            return float([row for row in rows if ",charts/SPS," in row][-1].split(",")[3])
+        return training_speed("ppo.py", "--env", name, "--total-steps", str(int(8000 * length)))
 
     def stable_baselines(name: str, num_envs: int) -> float:
         steps = max(1, round(1700 * length / (2048 * num_envs))) * 2048 * num_envs
@@ -202,6 +208,67 @@ def training(options: Options) -> Iterator[tuple[str, str, Contenders]]:
                 ),
                 "mujoco.rollout, physics alone": lambda physics=physics: per_second(
                     physics, 64, options.seconds
+                ),
+            },
+        )
+
+
+STABLE_BASELINES_DQN = """
+import sys, time
+import torch
+from stable_baselines3 import DQN
+from stable_baselines3.common.env_util import make_vec_env
+torch.set_num_threads(1)
+num_envs, train_freq, gradient_steps, steps = map(int, sys.argv[1:])
+model = DQN("MlpPolicy", make_vec_env("CartPole-v1", num_envs), learning_rate=2.5e-4,
+            buffer_size=10_000, learning_starts=1000, batch_size=128, train_freq=train_freq,
+            gradient_steps=gradient_steps, target_update_interval=500 // num_envs,
+            policy_kwargs={"net_arch": [120, 120]}, device="cpu")
+model.learn(1000 + 20 * num_envs * train_freq)
+before, start = model.num_timesteps, time.perf_counter()
+model.learn(steps, reset_num_timesteps=False)
+print("steps/s", (model.num_timesteps - before) / (time.perf_counter() - start))
+"""
+
+
+def dqn(options: Options) -> Iterator[tuple[str, str, Contenders]]:
+    """DQN on CartPole with CleanRL's settings: an update of 128 transitions every 10 steps.
+
+    Two hidden layers of 120 for both, one torch thread for both (two would slow both down). With 64
+    environments the rhythm can mean two things, an update for every 10 transitions or for every 10
+    steps of all environments: each has its group, in which both do the same.
+    """
+    length = 4 * options.seconds
+
+    def crane(num_envs: int, horizon: int, utd_ratio: float, guess: float) -> float:
+        steps = int(1000 + guess * length)
+        return training_speed(
+            "dqn.py", "--env", "CartPole", "--num-envs", str(num_envs), "--horizon", str(horizon),
+            "--utd-ratio", str(utd_ratio), "--batch-size", "128", "--hidden-size", "120",
+            "--buffer-size", "10000", "--warmup-steps", "1000", "--learning-rate", "2.5e-4",
+            "--target-update", "1", "--target-every", "50", "--total-steps", str(steps),
+        )  # fmt: skip
+
+    def stable_baselines(num_envs: int, train_freq: int, gradient_steps: int, guess: float):
+        arguments = map(str, (num_envs, train_freq, gradient_steps, int(guess * length)))
+        command = [sys.executable, "-c", STABLE_BASELINES_DQN, *arguments]
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
+        return float(re.search(r"steps/s (\S+)", done.stdout)[1])
+
+    ours, one = "CraneRL dqn.py", "Stable-Baselines3 DQN, 1 environment"
+    turns = {ours: lambda: crane(1, 10, 0.1, 4000), one: lambda: stable_baselines(1, 10, 1, 3000)}
+    yield "DQN on CartPole, 1 environment", "training steps/s", turns
+
+    many = "Stable-Baselines3 DQN, 64 environments"
+    for unit, horizon, updates in (("10 transitions", 1, 6.4), ("10 steps of all", 10, 1)):
+        yield (
+            f"DQN on CartPole, 64 environments, an update every {unit}",
+            "training steps/s",
+            {
+                ours: lambda h=horizon, u=updates: crane(64, h, u / (64 * h), 60_000 / u),
+                one: lambda: stable_baselines(1, 10, 1, 3000),
+                many: lambda h=horizon, u=updates: stable_baselines(
+                    64, 10, round(10 * u / h), 20_000
                 ),
             },
         )
@@ -268,7 +335,7 @@ def hterm(options: Options) -> Iterator[tuple[str, str, Contenders]]:
     yield "PPO's update with the H-term", "transitions/s", turns
 
 
-SECTIONS = {"env": env, "training": training, "chasing": chasing, "hterm": hterm}
+SECTIONS = {"env": env, "training": training, "dqn": dqn, "chasing": chasing, "hterm": hterm}
 
 
 # Measuring and showing.

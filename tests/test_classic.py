@@ -270,6 +270,7 @@ class Watch(TorchDispatchMode):
 def test_no_step_looks_into_its_data(name):
     """What a CUDA graph cannot capture shows on a CPU too."""
     env = make(name, 3)
+    env.xp = torch  # of the classic ones, as on a GPU
     env.reset()
     shape = (3, *env.single_action_space.shape)
     action = torch.zeros(shape, dtype=torch.from_numpy(env.action_space.sample()).dtype)
@@ -289,6 +290,7 @@ def test_single_precision_as_on_a_gpu(name, monkeypatch):
     double = make(name, NUM_ENVS, seed=0)
     monkeypatch.setattr(type(double), "cpu_dtype", torch.float32)
     single = make(name, NUM_ENVS, seed=0)
+    single.xp = torch
     double.reset()
     single.reset()
     single.state = double.state.float()

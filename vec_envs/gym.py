@@ -118,14 +118,17 @@ class GymEnv(VecEnv):
             for index in ended:
                 true_next[index] = gym_info["final_obs"][index]
             final_obs = self._observation_tensor(true_next)
-        reward = torch.tensor(reward, dtype=torch.float32, device=self.device)
-        terminated = torch.tensor(terminated, device=self.device)
-        truncated = torch.tensor(truncated, device=self.device)
-        done = terminated | truncated
+        # These three are not reused: the tensors may keep their memory.
+        reward = torch.from_numpy(reward.astype(np.float32)).to(self.device)
+        terminated = torch.from_numpy(terminated).to(self.device)
+        truncated = torch.from_numpy(truncated).to(self.device)
         returns = self._returns + reward
         lengths = self._lengths + 1
-        self._returns = torch.where(done, 0.0, returns)
-        self._lengths = torch.where(done, 0, lengths)
+        self._returns, self._lengths = returns, lengths
+        if ended.size:
+            done = terminated | truncated
+            self._returns = torch.where(done, 0.0, returns)
+            self._lengths = torch.where(done, 0, lengths)
         info = {"final_obs": final_obs, "episode_return": returns, "episode_length": lengths}
         return self.obs, reward, terminated, truncated, info
 
@@ -194,7 +197,7 @@ class GymEnv(VecEnv):
         """A float32 copy (N, obs_dim) on the device of Gymnasium's reused array."""
         space = self._envs.single_observation_space
         if isinstance(space, Box):
-            return torch.tensor(observations, dtype=torch.float32, device=self.device)
+            return torch.from_numpy(observations.astype(np.float32)).to(self.device)
         values = torch.tensor(observations - space.start, dtype=torch.int64)
         return torch.nn.functional.one_hot(values, int(space.n)).float().to(self.device)
 
