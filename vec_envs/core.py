@@ -143,15 +143,14 @@ class VecEnv(VectorEnv):
                 raise ValueError(
                     f"{self.name}: the action has type {action.dtype}, expected integers"
                 )
-            wrong = (action < 0) | (action >= space.n)
+            allowable = (action >= 0) & (action < space.n)
             allowed = f"0 to {space.n - 1}"
         else:
-            wrong = ~torch.isfinite(action)
+            allowable = torch.isfinite(action)
             allowed = "finite numbers"
-        if self.device.type == "cpu" and bool(
-            wrong.any()
-        ):  # on a GPU the look would stall every step
-            index = tuple(wrong.nonzero()[0].tolist())
+        # on a GPU the look would stall every step
+        if self.device.type == "cpu" and not allowable.all():
+            index = tuple((~allowable).nonzero()[0].tolist())
             raise ValueError(
                 f"{self.name}: the action at index {index} is {action[index].item()}, "
                 f"allowed are {allowed}"
