@@ -18,7 +18,7 @@ What makes it work, each where it stands:
 - `td_target`: a truncated episode bootstraps from its true last observation, a terminated one does
   not. With --n-step the reward is r_0 + γ r_1 + … of n steps, which an episode's end cuts short.
 - `update`: the gradient is clipped, and Q̄ follows: a little each time (θ̄ ← θ̄ + τ (θ − θ̄)), or all
-  the way every so often (--target-update 1 --target-every 500).
+  the way every so often (--polyak 1 --target-every 500).
 - `QNetwork`, `td_target`, `q_loss`, `update`: the three things; `diff algos/dqn.py algos/d3qn.py`.
 - `train`: the number of updates follows the transitions collected, however many environments there
   are. Mnih's rhythm, one environment and an update every fourth step, is --num-envs 1 --horizon 4
@@ -52,17 +52,15 @@ class Args(RunArgs):
     env: str = "CartPole"
     """environment: a name of vec_envs, a Gymnasium id, or package:Id-v0"""
     num_envs: int = 8
-    """environments stepped together, all workers counted (0: 64 on a CPU, 4096 on a GPU)"""
+    """environments stepped together, all workers counted"""
     horizon: int = 1
     """steps of each environment between updates"""
     utd_ratio: float = 0.25
     """updates per transition collected"""
     batch_size: int = 128
-    """transitions of one update"""
+    """transitions of one gradient step"""
     buffer_size: int = 100_000
-    """transitions in the replay buffer"""
-    save_replay: bool = True
-    """keep the replay buffer in checkpoints: a resumed run goes on exactly"""
+    """transitions kept for replay"""
     warmup_steps: int = 1000
     """steps before the first update"""
     n_step: int = 1
@@ -75,10 +73,10 @@ class Args(RunArgs):
     """α: 0 draws all transitions alike, 1 in proportion to their error"""
     importance_exponent: float = 0.4
     """β in the beginning; 1, in the end, makes up for all of the unequal drawing"""
-    target_update: float = 0.01
-    """τ: how far the target network goes towards Q"""
+    polyak: float = 0.01
+    """τ: how far the target network moves towards Q each time"""
     target_every: int = 1
-    """updates between two such steps of the target network"""
+    """updates between two such moves of the target network"""
     final_epsilon: float = 0.05
     """ε in the end: how often the action is a random one"""
     exploration_fraction: float = 0.2
@@ -87,8 +85,10 @@ class Args(RunArgs):
     """gradients longer than this are shortened to it"""
     hidden_size: int = 128
     """width of the two hidden layers"""
+    save_replay: bool = True
+    """keep the replay buffer in the checkpoint; without it a resumed run fills it anew"""
     log_every: int = 1000
-    """steps between two rows of losses in the log"""
+    """steps between entries of the losses in metrics.csv"""
 
 
 LIMITS = {
@@ -96,7 +96,7 @@ LIMITS = {
     **dict.fromkeys(("target_every", "log_every"), (1, None)),
     **dict.fromkeys(("discount", "final_epsilon", "exploration_fraction"), (0, 1)),
     **dict.fromkeys(("priority_exponent", "importance_exponent"), (0, 1)),
-    "target_update": (0, 1),
+    "polyak": (0, 1),
     "max_grad_norm": (1e-9, None),
 }
 
@@ -152,18 +152,11 @@ class QNetwork(nn.Module):
 
 
 class Agent(nn.Module):
-    """The Q-function. forward: observation (N, obs_dim) → argmax_a Q(s, a), (N,).
-
-    UserError for an environment whose actions are not a choice among a few.
-    """
+    """The Q-function. forward: observation (N, obs_dim) → argmax_a Q(s, a), (N,)."""
 
     def __init__(self, observation_space, action_space, args: Args):
         super().__init__()
-        if not isinstance(action_space, gymnasium.spaces.Discrete):
-            raise UserError(
-                f"--env {args.env} has continuous actions, but this algorithm chooses one of a "
-                "few; use ppo.py or sac.py"
-            )
+        check_action_space(action_space, args.env)
         obs_dim, self.num_actions = observation_space.shape[0], int(action_space.n)
         self.normalizer = Normalizer(obs_dim)
         self.q_network = QNetwork(obs_dim, self.num_actions, args.hidden_size)
@@ -171,6 +164,11 @@ class Agent(nn.Module):
 
     def forward(self, obs: Tensor) -> Tensor:
         return self.q_network(self.normalizer(obs)).argmax(-1)
+
+
+def check_action_space(space: gymnasium.Space, env: str) -> None:
+    if not isinstance(space, gymnasium.spaces.Discrete):
+        raise UserError(f"--env {env} has continuous actions; sac.py, td3.py and ppo.py fit it")
 
 
 @torch.no_grad()
@@ -237,7 +235,7 @@ def train(args: Args) -> Result:
     agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
     target_network = copy.deepcopy(agent.q_network)
     weights, target_weights = flatten(agent), flatten(target_network).detach()
-    learning_rate = torch.tensor(args.learning_rate)
+    learning_rate = torch.tensor(args.learning_rate, device=run.device)
     optimizer = torch.optim.Adam([weights], learning_rate, fused=True)
     empty = workers.start(agent, args.horizon)
     replay = ReplayBuffer(
@@ -250,7 +248,6 @@ def train(args: Args) -> Result:
     loss_function = run.compile(q_loss)
     state = {"target": target_network, "optimizer": optimizer, "replay": replay}
     step = run.start(agent=agent, workers=workers, **state)
-    losses: dict[str, Tensor] = {}
 
     while step < args.total_steps:
         agent.epsilon.fill_(epsilon_at(step, args))
@@ -260,16 +257,19 @@ def train(args: Args) -> Result:
         rollout = workers.collect()
         replay.add(rollout)
         agent.normalizer.update(rollout["obs"])
-        first, step = step, step + args.horizon * args.num_envs
+        before, step = step, step + args.horizon * args.num_envs
 
-        if step >= args.warmup_steps:  # updates are numbered by the steps before them
-            for number in range(int(first * args.utd_ratio), int(step * args.utd_ratio)):
+        losses: dict[str, Tensor] = {}
+        if len(replay) >= min(args.warmup_steps, args.buffer_size):
+            for number in range(int(before * args.utd_ratio), int(step * args.utd_ratio)):
                 losses = update(agent, target_network, optimizer, replay, loss_function, args)
                 if number % args.target_every == 0:
-                    target_weights.lerp_(weights.detach(), args.target_update)
-            if losses and first // args.log_every < step // args.log_every:
-                run.log(step, {f"losses/{name}": x.detach().mean() for name, x in losses.items()})
+                    target_weights.lerp_(weights.detach(), args.polyak)
+
         run.log_episodes(step, rollout)
+        if step // args.log_every > before // args.log_every:
+            losses = {f"losses/{name}": value.detach().mean() for name, value in losses.items()}
+            run.log(step, {"charts/replay_size": len(replay), **losses})
         run.evaluate(step)
         run.checkpoint(step)
     return run.finish(step)

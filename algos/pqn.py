@@ -37,7 +37,7 @@ class Args(RunArgs):
     env: str = "CartPole"
     """environment: a name of vec_envs, a Gymnasium id, or package:Id-v0"""
     num_envs: int = 16
-    """environments stepped together, all workers counted (0: 64 on a CPU, 4096 on a GPU)"""
+    """environments stepped together, all workers counted"""
     horizon: int = 32
     """steps of each environment in a rollout"""
     learning_rate: float = 3e-3
@@ -115,18 +115,11 @@ class QNetwork(nn.Module):
 
 
 class Agent(nn.Module):
-    """The Q-function. forward: observation (N, obs_dim) → argmax_a Q(s, a), (N,).
-
-    UserError for an environment whose actions are not a choice among a few.
-    """
+    """The Q-function. forward: observation (N, obs_dim) → argmax_a Q(s, a), (N,)."""
 
     def __init__(self, observation_space, action_space, args: Args):
         super().__init__()
-        if not isinstance(action_space, gymnasium.spaces.Discrete):
-            raise UserError(
-                f"--env {args.env} has continuous actions, but this algorithm chooses one of a "
-                "few; use ppo.py or sac.py"
-            )
+        check_action_space(action_space, args.env)
         obs_dim, self.num_actions = observation_space.shape[0], int(action_space.n)
         self.normalizer = Normalizer(obs_dim)
         self.q_network = QNetwork(obs_dim, self.num_actions, args.hidden_size)
@@ -134,6 +127,11 @@ class Agent(nn.Module):
 
     def forward(self, obs: Tensor) -> Tensor:
         return self.q_network(self.normalizer(obs)).argmax(-1)
+
+
+def check_action_space(space: gymnasium.Space, env: str) -> None:
+    if not isinstance(space, gymnasium.spaces.Discrete):
+        raise UserError(f"--env {env} has continuous actions; sac.py, td3.py and ppo.py fit it")
 
 
 @torch.no_grad()

@@ -53,17 +53,15 @@ class Args(RunArgs):
     env: str = "CartPole"
     """environment: a name of vec_envs, a Gymnasium id, or package:Id-v0"""
     num_envs: int = 8
-    """environments stepped together, all workers counted (0: 64 on a CPU, 4096 on a GPU)"""
+    """environments stepped together, all workers counted"""
     horizon: int = 1
     """steps of each environment between updates"""
     utd_ratio: float = 0.25
     """updates per transition collected"""
     batch_size: int = 128
-    """transitions of one update"""
+    """transitions of one gradient step"""
     buffer_size: int = 100_000
-    """transitions in the replay buffer"""
-    save_replay: bool = True
-    """keep the replay buffer in checkpoints: a resumed run goes on exactly"""
+    """transitions kept for replay"""
     warmup_steps: int = 1000
     """steps before the first update"""
     n_step: int = 1
@@ -72,22 +70,24 @@ class Args(RunArgs):
     """of Adam, annealed linearly to zero"""
     discount: float = 0.99
     """γ"""
-    target_update: float = 0.01
-    """τ: how far the target critics go towards Q in each update"""
+    polyak: float = 0.01
+    """τ: how far the target critics move towards the critics at each update"""
     target_entropy: float = 0.3
     """H̄ as a part of log(number of actions), the entropy of choosing blindly"""
     initial_temperature: float = 0.2
     """α in the beginning"""
     hidden_size: int = 128
     """width of the two hidden layers of actor and critics"""
+    save_replay: bool = True
+    """keep the replay buffer in the checkpoint; without it a resumed run fills it anew"""
     log_every: int = 1000
-    """steps between two rows of losses in the log"""
+    """steps between entries of the losses in metrics.csv"""
 
 
 LIMITS = {
     **dict.fromkeys(("horizon", "batch_size", "buffer_size", "n_step", "hidden_size"), (1, None)),
     "log_every": (1, None),
-    **dict.fromkeys(("discount", "target_update", "target_entropy"), (0, 1)),
+    **dict.fromkeys(("discount", "polyak", "target_entropy"), (0, 1)),
     "initial_temperature": (1e-9, None),
 }
 
@@ -157,18 +157,11 @@ class Critics(nn.Module):
 
 
 class Agent(nn.Module):
-    """Actor, critics, temperature. forward: observation (N, obs_dim) → argmax_a π(a|s), (N,).
-
-    UserError for an environment whose actions are not a choice among a few.
-    """
+    """Actor, critics, temperature. forward: observation (N, obs_dim) → argmax_a π(a|s), (N,)."""
 
     def __init__(self, observation_space, action_space, args: Args):
         super().__init__()
-        if not isinstance(action_space, gymnasium.spaces.Discrete):
-            raise UserError(
-                f"--env {args.env} has continuous actions, but this algorithm chooses one of a "
-                "few; use ppo.py or sac.py"
-            )
+        check_action_space(action_space, args.env)
         obs_dim, self.num_actions = observation_space.shape[0], int(action_space.n)
         self.normalizer = Normalizer(obs_dim)
         self.actor = Actor(obs_dim, self.num_actions, args.hidden_size)
@@ -182,6 +175,11 @@ class Agent(nn.Module):
         logits = self.actor(self.normalizer(obs))
         # argmax of logits plus Gumbel noise is a draw from the softmax
         return (logits - torch.empty_like(logits).exponential_().log()).argmax(-1)
+
+
+def check_action_space(space: gymnasium.Space, env: str) -> None:
+    if not isinstance(space, gymnasium.spaces.Discrete):
+        raise UserError(f"--env {env} has continuous actions; sac.py, td3.py and ppo.py fit it")
 
 
 @torch.no_grad()
@@ -264,14 +262,13 @@ def train(args: Args) -> Result:
     target_critics = copy.deepcopy(agent.critics)
     weights, target_weights = flatten(agent), flatten(target_critics).detach()
     critic_weights = weights.detach()[-len(target_weights) :]  # the agent's last parameters
-    learning_rate = torch.tensor(args.learning_rate)
+    learning_rate = torch.tensor(args.learning_rate, device=run.device)
     optimizer = torch.optim.Adam([weights], learning_rate, fused=True)
     empty = workers.start(agent, args.horizon)
     replay = ReplayBuffer(run, empty, args.buffer_size, n_step=args.n_step, discount=args.discount)
     loss_function = run.compile(sac_loss)
     state = {"target": target_critics, "optimizer": optimizer, "replay": replay}
     step = run.start(agent=agent, workers=workers, **state)
-    losses: dict[str, Tensor] = {}
 
     while step < args.total_steps:
         left = 1 - step / args.total_steps
@@ -279,15 +276,18 @@ def train(args: Args) -> Result:
         rollout = workers.collect()
         replay.add(rollout)
         agent.normalizer.update(rollout["obs"])
-        first, step = step, step + args.horizon * args.num_envs
+        before, step = step, step + args.horizon * args.num_envs
 
-        if step >= args.warmup_steps:  # updates are numbered by the steps before them
-            for _ in range(int(first * args.utd_ratio), int(step * args.utd_ratio)):
+        losses: dict[str, Tensor] = {}
+        if len(replay) >= min(args.warmup_steps, args.buffer_size):
+            for _ in range(int(before * args.utd_ratio), int(step * args.utd_ratio)):
                 losses = update(agent, target_critics, optimizer, replay, loss_function, args)
-                target_weights.lerp_(critic_weights, args.target_update)
-            if losses and first // args.log_every < step // args.log_every:
-                run.log(step, {f"losses/{name}": x.detach().mean() for name, x in losses.items()})
+                target_weights.lerp_(critic_weights, args.polyak)
+
         run.log_episodes(step, rollout)
+        if step // args.log_every > before // args.log_every:
+            losses = {f"losses/{name}": value.detach().mean() for name, value in losses.items()}
+            run.log(step, {"charts/replay_size": len(replay), **losses})
         run.evaluate(step)
         run.checkpoint(step)
     return run.finish(step)

@@ -217,61 +217,83 @@ STABLE_BASELINES_DQN = """
 import sys, time
 import torch
 from stable_baselines3 import DQN
+from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.env_util import make_vec_env
-torch.set_num_threads(1)
-num_envs, train_freq, gradient_steps, steps = map(int, sys.argv[1:])
-model = DQN("MlpPolicy", make_vec_env("CartPole-v1", num_envs), learning_rate=2.5e-4,
-            buffer_size=10_000, learning_starts=1000, batch_size=128, train_freq=train_freq,
-            gradient_steps=gradient_steps, target_update_interval=500 // num_envs,
-            policy_kwargs={"net_arch": [120, 120]}, device="cpu")
-model.learn(1000 + 20 * num_envs * train_freq)
-before, start = model.num_timesteps, time.perf_counter()
-model.learn(steps, reset_num_timesteps=False)
-print("steps/s", (model.num_timesteps - before) / (time.perf_counter() - start))
+num_envs, gradient_steps, threads, steps = map(int, sys.argv[1:])
+if threads:
+    torch.set_num_threads(threads)
+class Clock(BaseCallback):
+    def _on_step(self):
+        if self.num_timesteps <= 2000:  # learning began at 1000
+            self.start, self.before = time.perf_counter(), self.num_timesteps
+        return True
+clock = Clock()
+model = DQN(
+    "MlpPolicy", make_vec_env("CartPole-v1", num_envs), train_freq=10, batch_size=128,
+    gradient_steps=gradient_steps, buffer_size=10_000, learning_starts=1000,
+    policy_kwargs={"net_arch": [128, 128]}, exploration_final_eps=0.05, device="cpu",
+)
+model.learn(steps, callback=clock)
+print("steps/s", (model.num_timesteps - clock.before) / (time.perf_counter() - clock.start))
 """
 
 
 def dqn(options: Options) -> Iterator[tuple[str, str, Contenders]]:
-    """DQN on CartPole with CleanRL's settings: an update of 128 transitions every 10 steps.
+    """DQN at CleanRL's settings on the same Gymnasium environment, two layers of 128.
 
-    Two hidden layers of 120 for both, one torch thread for both (two would slow both down). With 64
-    environments the rhythm can mean two things, an update for every 10 transitions or for every 10
-    steps of all environments: each has its group, in which both do the same.
+    Stable-Baselines3 counts a step of all environments as one of the ten between two updates.
     """
-    length = 4 * options.seconds
 
-    def crane(num_envs: int, horizon: int, utd_ratio: float, guess: float) -> float:
-        steps = int(1000 + guess * length)
-        return training_speed(
-            "dqn.py", "--env", "CartPole", "--num-envs", str(num_envs), "--horizon", str(horizon),
-            "--utd-ratio", str(utd_ratio), "--batch-size", "128", "--hidden-size", "120",
-            "--buffer-size", "10000", "--warmup-steps", "1000", "--learning-rate", "2.5e-4",
-            "--target-update", "1", "--target-every", "50", "--total-steps", str(steps),
-        )  # fmt: skip
+    def crane(num_envs: int, every: int, speed: int) -> float:
+        flags = f"--env CartPole-v1 --num-envs {num_envs} --horizon {10 if num_envs == 1 else 1} "
+        flags += f"--utd-ratio {1 / every} --batch-size 128 --buffer-size 10000 --polyak 1 "
+        flags += f"--target-every 50 --warmup-steps 1000 --total-steps {speed * length} "
+        flags += "--eval-every 0 --eval-episodes 1 --run-dir"
+        with tempfile.TemporaryDirectory() as folder:
+            command = [sys.executable, ROOT / "algos" / "dqn.py", *flags.split(), f"{folder}/run"]
+            subprocess.run(command, check=True, capture_output=True)
+            rows = (Path(folder) / "run" / "metrics.csv").read_text().splitlines()
+            return float([row for row in rows if ",charts/SPS," in row][-1].split(",")[3])
 
-    def stable_baselines(num_envs: int, train_freq: int, gradient_steps: int, guess: float):
-        arguments = map(str, (num_envs, train_freq, gradient_steps, int(guess * length)))
-        command = [sys.executable, "-c", STABLE_BASELINES_DQN, *arguments]
+    def stable_baselines(num_envs: int, gradient_steps: int, threads: int, speed: int) -> float:
+        numbers = map(str, (num_envs, gradient_steps, threads, int(speed * length)))
+        command = [sys.executable, "-c", STABLE_BASELINES_DQN, *numbers]
         done = subprocess.run(command, check=True, capture_output=True, text=True)
         return float(re.search(r"steps/s (\S+)", done.stdout)[1])
 
-    ours, one = "CraneRL dqn.py", "Stable-Baselines3 DQN, 1 environment"
-    turns = {ours: lambda: crane(1, 10, 0.1, 4000), one: lambda: stable_baselines(1, 10, 1, 3000)}
-    yield "DQN on CartPole, 1 environment", "training steps/s", turns
-
-    many = "Stable-Baselines3 DQN, 64 environments"
-    for unit, horizon, updates in (("10 transitions", 1, 6.4), ("10 steps of all", 10, 1)):
-        yield (
-            f"DQN on CartPole, 64 environments, an update every {unit}",
-            "training steps/s",
-            {
-                ours: lambda h=horizon, u=updates: crane(64, h, u / (64 * h), 60_000 / u),
-                one: lambda: stable_baselines(1, 10, 1, 3000),
-                many: lambda h=horizon, u=updates: stable_baselines(
-                    64, 10, round(10 * u / h), 20_000
-                ),
-            },
-        )
+    length = round(5 * options.seconds)
+    yield (
+        "DQN, 1 environment, an update every 10 steps",
+        "training steps/s",
+        {
+            "CraneRL dqn.py": lambda: crane(1, 10, 6000),
+            "Stable-Baselines3 DQN, 1 thread": lambda: stable_baselines(1, 1, 1, 3000),
+            "Stable-Baselines3 DQN, its own threads": lambda: stable_baselines(1, 1, 0, 1000),
+        },
+    )
+    yield (
+        "DQN, 64 environments, an update every 10 steps of them all",
+        "training steps/s",
+        {
+            "CraneRL dqn.py": lambda: crane(64, 640, 60_000),
+            "Stable-Baselines3 DQN, 64 environments, 1 thread": lambda: stable_baselines(
+                64, 1, 1, 30_000
+            ),
+            "Stable-Baselines3 DQN, 1 environment, 1 thread": lambda: stable_baselines(
+                1, 1, 1, 3000
+            ),
+        },
+    )
+    yield (
+        "DQN, 64 environments, an update every 10 transitions",
+        "training steps/s",
+        {
+            "CraneRL dqn.py": lambda: crane(64, 10, 15_000),
+            "Stable-Baselines3 DQN, 64 environments, 1 thread": lambda: stable_baselines(
+                64, 64, 1, 5000
+            ),
+        },
+    )
 
 
 class LoopingChasing(Chasing):

@@ -318,7 +318,7 @@ def test_actions_are_random_with_probability_epsilon(module):
 @pytest.mark.parametrize("module", [pqn, dqn, d3qn, sac_discrete])
 def test_continuous_actions_are_an_error_that_names_other_scripts(module, tmp_path):
     args = module.Args(env="Pendulum", run_dir=str(tmp_path / "run"), device="cpu")
-    with pytest.raises(UserError, match=r"--env Pendulum has continuous.*use ppo\.py") as e:
+    with pytest.raises(UserError, match=r"--env Pendulum has continuous actions.*ppo\.py") as e:
         module.train(args)
     assert "\n" not in str(e.value) and not (tmp_path / "run").exists()
 
@@ -330,7 +330,7 @@ TINY = (
 )
 FLAGS = {
     "pqn": "--horizon 16 --minibatch-size 32 --epochs 1",
-    "dqn": f"{REPLAY} --double-q --target-every 7 --target-update 0.5",
+    "dqn": f"{REPLAY} --double-q --target-every 7 --polyak 0.5",
     "d3qn": f"{REPLAY} --horizon 4",
     "sac_discrete": REPLAY,
 }
