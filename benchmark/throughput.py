@@ -247,13 +247,8 @@ def dqn(options: Options) -> Iterator[tuple[str, str, Contenders]]:
     def crane(num_envs: int, every: int, speed: int) -> float:
         flags = f"--env CartPole-v1 --num-envs {num_envs} --horizon {10 if num_envs == 1 else 1} "
         flags += f"--utd-ratio {1 / every} --batch-size 128 --buffer-size 10000 --polyak 1 "
-        flags += f"--target-every 50 --warmup-steps 1000 --total-steps {speed * length} "
-        flags += "--eval-every 0 --eval-episodes 1 --run-dir"
-        with tempfile.TemporaryDirectory() as folder:
-            command = [sys.executable, ROOT / "algos" / "dqn.py", *flags.split(), f"{folder}/run"]
-            subprocess.run(command, check=True, capture_output=True)
-            rows = (Path(folder) / "run" / "metrics.csv").read_text().splitlines()
-            return float([row for row in rows if ",charts/SPS," in row][-1].split(",")[3])
+        flags += f"--target-every 50 --warmup-steps 1000 --total-steps {speed * length}"
+        return training_speed("dqn.py", *flags.split())
 
     def stable_baselines(num_envs: int, gradient_steps: int, threads: int, speed: int) -> float:
         numbers = map(str, (num_envs, gradient_steps, threads, int(speed * length)))
