@@ -114,7 +114,7 @@ class Critics(nn.Module):
                 values = torch.empty(count, *shape).uniform_(-(rows**-0.5), rows**-0.5)
                 self.register_parameter(f"{name}{layer}", nn.Parameter(values))
 
-    def forward(self, obs: Tensor, action: Tensor, members: slice | None = None) -> Tensor:
+    def forward(self, obs: Tensor, action: Tensor, members: slice | Tensor | None = None) -> Tensor:
         weights = self.parameters()  # weight and bias of each layer in turn
         if members is not None:
             weights = (weight[members] for weight in weights)
