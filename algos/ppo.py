@@ -89,7 +89,9 @@ TUNED = {
     "Walker2d": {"horizon": 32},
     "Pendulum": {"minibatch_size": 1024, "learning_rate": 1e-3, "discount": 0.95},
     "LunarLanderContinuous-v3": {"discount": 0.999, "gae_lambda": 0.98},
-    "BipedalWalker-v3": {"total_steps": 3_000_000, "horizon": 128, "minibatch_size": 1024},
+    "BipedalWalker-v3": {
+        **{"total_steps": 4_000_000, "horizon": 128, "minibatch_size": 1024, "discount": 0.999},
+    },
 }
 
 

@@ -12,7 +12,8 @@ from algos.worker_learner import parse
 
 ALGOS = Path(__file__).parent.parent / "algos"
 SCRIPTS = ["a2c", "ppo", "ppo_hterm", "ppo_hterm_variants"]
-DISCRETE = ["pqn", "dqn", "d3qn", "sac_discrete"]  # a choice among a few actions
+CONTINUOUS = ["ddpg", "td3", "sac"]
+DISCRETE = ["pqn", "dqn", "d3qn", "sac_discrete"]
 
 # parent, child: the definitions that may differ; any other that both have must be the same text
 PAIRS = {
@@ -22,6 +23,8 @@ PAIRS = {
     ("dqn", "d3qn"): {"Args", "QNetwork", "td_target", "q_loss", "update", "train"},
     ("dqn", "sac_discrete"): {"Args", "Agent", "collect", "update", "train"},
     ("ppo", "ppo_hterm_variants"): {"Args", "prepare", "update", "train"},
+    ("ddpg", "td3"): {"Args", "Agent", "collect", "critic_loss", "actor_loss", "update", "train"},
+    ("td3", "sac"): {"Args", "Agent", "critic_loss", "actor_loss", "update", "train"},
 }
 
 
@@ -41,7 +44,7 @@ def test_siblings_have_not_drifted_apart(parent, child):
     assert drifted == PAIRS[parent, child]
 
 
-@pytest.mark.parametrize("script", [*SCRIPTS, *DISCRETE, "play"])
+@pytest.mark.parametrize("script", [*SCRIPTS, *CONTINUOUS, *DISCRETE, "play"])
 def test_help(script):
     command = [sys.executable, ALGOS / f"{script}.py", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
@@ -49,26 +52,16 @@ def test_help(script):
     assert "usage" in done.stdout
 
 
-@pytest.mark.parametrize("env", ["CartPole", "Pendulum"])
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize(
+    ("script", "env"),
+    [(script, env) for script in SCRIPTS for env in ("CartPole", "Pendulum")]
+    + [(script, "Pendulum") for script in CONTINUOUS]
+    + [(script, "CartPole") for script in DISCRETE],
+)
 def test_short_run(script, env, tmp_path):
     command = [sys.executable, ALGOS / f"{script}.py", "--env", env, "--num-envs", "4"]
     command += ["--horizon", "16", "--total-steps", "500", "--run-dir", tmp_path / "run"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert "Done: 512 steps" in done.stdout
-    for name in ("args.json", "metrics.csv", "checkpoint.pt", "best.pt", "last.pt"):
-        assert (tmp_path / "run" / name).exists(), name
-
-
-@pytest.mark.parametrize("script", DISCRETE)
-def test_discrete_script(script, tmp_path):
-    """Its exploration reaches the environments of worker processes as well."""
-    python = [sys.executable, ALGOS / f"{script}.py", "--run-dir"]
-    flags = "--env CartPole --num-envs 4 --num-workers 2 --horizon 16 --total-steps 500"
-    done = subprocess.run(
-        [*python, tmp_path / "run", *flags.split()], capture_output=True, text=True, timeout=120
-    )
     assert done.returncode == 0, done.stderr
     assert "Done: 512 steps" in done.stdout
     for name in ("args.json", "metrics.csv", "checkpoint.pt", "best.pt", "last.pt"):

@@ -1,0 +1,274 @@
+"""Deep deterministic policy gradient (DDPG): Q-learning where an actor finds the best action.
+
+Lillicrap et al. 2016, arXiv:1509.02971. With Q̄, μ̄ the slow target networks,
+
+    y    = r + γ (1 − terminated) Q̄(s', μ̄(s'))
+    L(Q) = E[ ½ ( Q(s, a) − y )² ]
+    L(μ) = − E[ Q(s, μ(s)) ]
+    θ̄    ← (1 − τ) θ̄ + τ θ                       after every update
+
+    python algos/ddpg.py --env HalfCheetah
+
+What makes it work, each where it stands:
+- `ReplayBuffer`: transitions of the last million steps, drawn at random, so that neighbours in time
+  do not dominate a batch; `num_envs` environments collect, and the number of updates follows the
+  number of transitions (`utd_ratio`).
+- `critic_loss`: a truncated episode bootstraps from its true last observation, a terminated one
+  does not.
+- `gradient_step`: the actor's loss passes through the critic without leaving a gradient there.
+- `explore`: noise on the action, either independent or an Ornstein–Uhlenbeck process of each env;
+  uniform actions at first. `move_target`: the target networks follow slowly.
+"""
+
+import copy
+from dataclasses import dataclass
+from typing import Literal
+
+import gymnasium
+import torch
+from torch import Tensor, nn
+
+import vec_envs
+from algos.worker_learner import (
+    ReplayBuffer,
+    Result,
+    Run,
+    RunArgs,
+    UserError,
+    Workers,
+    flatten,
+    parse,
+)
+
+
+@dataclass
+class Args(RunArgs):
+    """DDPG on any environment of vec_envs with continuous actions."""
+
+    env: str = "HalfCheetah"
+    """environment: a name of vec_envs, a Gymnasium id, or package:Id-v0"""
+    num_envs: int = 4
+    """environments stepped together, all workers counted"""
+    horizon: int = 1
+    """steps of each environment between updates"""
+    utd_ratio: float = 1.0
+    """updates per transition collected"""
+    batch_size: int = 256
+    """transitions of one gradient step"""
+    buffer_size: int = 1_000_000
+    """transitions kept for replay"""
+    warmup_steps: int = 10_000
+    """steps with uniformly random actions, before the first update"""
+    learning_rate: float = 1e-3
+    """of Adam, for actor and critic"""
+    discount: float = 0.99
+    """γ"""
+    polyak: float = 0.005
+    """τ: how far the target networks move at each update"""
+    noise: Literal["gaussian", "ou"] = "gaussian"
+    """exploration: independent noise, or an Ornstein–Uhlenbeck process ε ← (1 − θ) ε + σ N(0, 1)"""
+    exploration_noise: float = 0.1
+    """σ, in units of half the action range"""
+    noise_decay: float = 0.15
+    """θ of the Ornstein–Uhlenbeck process: how fast it forgets"""
+    n_step: int = 1
+    """rewards summed before the target networks are asked"""
+    prioritized: bool = False
+    """replay in proportion to the TD error (Schaul 2016) instead of uniformly"""
+    reward_scale: float = 1.0
+    """factor of all rewards"""
+    max_grad_norm: float = 0.0
+    """gradients longer than this are shortened to it (0: never)"""
+    hidden_size: int = 256
+    """width of the two hidden layers of actor and critic"""
+    bf16: bool = False
+    """multiply matrices in bfloat16 where the processor is fast at it (GPU: TF32)"""
+    save_replay: bool = True
+    """keep the replay buffer in the checkpoint; without it a resumed run fills it anew"""
+    log_every: int = 1000
+    """steps between entries of the losses in metrics.csv"""
+
+
+LIMITS = {
+    **dict.fromkeys(("horizon", "batch_size", "buffer_size", "n_step", "hidden_size"), (1, None)),
+    **dict.fromkeys(("discount", "polyak", "noise_decay"), (0, 1)),
+    "log_every": (1, None),
+}
+
+# What differs by environment; a flag on the command line wins.
+TUNED = {
+    "Pendulum": {"total_steps": 10_000, "warmup_steps": 1000, "learning_rate": 1e-3},
+}
+
+
+def mlp(inputs: int, hidden: int, outputs: int) -> nn.Sequential:
+    """inputs → hidden → hidden → outputs, ReLU."""
+    return nn.Sequential(
+        *(nn.Linear(inputs, hidden), nn.ReLU(inplace=True)),
+        *(nn.Linear(hidden, hidden), nn.ReLU(inplace=True)),
+        nn.Linear(hidden, outputs),
+    )
+
+
+class Agent(nn.Module):
+    """Actor and critic. forward: observation (N, obs_dim) → the environment's action, no noise.
+
+    All of the policy's mathematics is in units where the action range is [−1, 1].
+    """
+
+    def __init__(self, observation_space, action_space, args: Args):
+        super().__init__()
+        check_action_space(action_space, args.env)
+        obs_dim, act_dim = observation_space.shape[0], action_space.shape[0]
+        self.exploration_noise = args.exploration_noise
+        self.memory = 1 - args.noise_decay if args.noise == "ou" else 0.0
+        self.register_buffer("noise", torch.zeros(args.num_envs, act_dim))  # at the last step
+        self.actor = mlp(obs_dim, args.hidden_size, act_dim)
+        self.critic = mlp(obs_dim + act_dim, args.hidden_size, 1)
+        self.register_buffer("warm_up", torch.tensor(True))  # explore by uniform actions
+        low, high = torch.tensor(action_space.low), torch.tensor(action_space.high)
+        self.register_buffer("action_center", (high + low) / 2)
+        self.register_buffer("action_scale", (high - low) / 2)
+
+    def forward(self, obs: Tensor) -> Tensor:
+        return self.to_env(self.act(obs))
+
+    def act(self, obs: Tensor) -> Tensor:
+        """μ(s)"""
+        return self.actor(obs).tanh()
+
+    def to_env(self, action: Tensor) -> Tensor:
+        return self.action_center + self.action_scale * action
+
+    def value(self, obs: Tensor, action: Tensor) -> Tensor:
+        """Q(s, a) (B,)"""
+        return self.critic(torch.cat((obs, action), -1)).squeeze(-1)
+
+    def explore(self, obs: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+        """An action (N, act_dim) and its noise, which follows `noise`, that of the step before."""
+        noise = self.memory * noise + self.exploration_noise * torch.randn_like(noise)
+        action = (self.act(obs) + noise).clamp(-1, 1)
+        return torch.where(self.warm_up, torch.rand_like(action) * 2 - 1, action), noise
+
+
+def check_action_space(space: gymnasium.Space, env: str) -> None:
+    if not isinstance(space, gymnasium.spaces.Box):
+        raise UserError(f"--env {env} has discrete actions; dqn.py, ppo.py and a2c.py fit it")
+    if not space.is_bounded():
+        raise UserError(f"--env {env} has actions without bounds; ppo.py and a2c.py fit it")
+
+
+@torch.no_grad()
+def collect(agent: Agent, envs: vec_envs.VecEnv, rollout: dict[str, Tensor]) -> None:
+    """T steps of the present policy, with exploration, in every env."""
+    for t in range(len(rollout["obs"])):
+        obs = envs.obs
+        action, noise = agent.explore(obs, rollout["noise"][t - 1])  # before 0: the last rollout's
+        rollout["obs"][t] = obs
+        rollout["action"][t] = action
+        _, reward, terminated, truncated, info = envs.step(agent.to_env(action))
+        rollout["reward"][t] = reward
+        rollout["next_obs"][t] = info["final_obs"]
+        rollout["terminated"][t] = terminated
+        rollout["done"][t] = done = terminated | truncated
+        rollout["noise"][t] = noise.masked_fill(done.unsqueeze(-1), 0)
+        rollout["episode_return"][t] = info["episode_return"]
+        rollout["episode_length"][t] = info["episode_length"]
+
+
+def critic_loss(agent: Agent, target: Agent, batch: dict, args: Args) -> tuple[Tensor, Tensor]:
+    """E[ ½ w ( Q(s, a) − y )² ] with importance weights w, and the TD errors (B,)."""
+    with torch.no_grad():
+        next_action = target.act(batch["next_obs"])
+        next_value = target.value(batch["next_obs"], next_action)
+        future = batch["discount"] * ~batch["terminated"] * next_value
+        y = args.reward_scale * batch["reward"] + future
+    error = y - agent.value(batch["obs"], batch["action"])  # (B,)
+    return 0.5 * (batch["weight"] * error.square()).mean(), error.detach()
+
+
+def actor_loss(agent: Agent, batch: dict, args: Args) -> Tensor:
+    """− E[ Q(s, μ(s)) ]"""
+    return -agent.value(batch["obs"], agent.act(batch["obs"])).mean()
+
+
+def gradient_step(loss: Tensor, network: nn.Module, optimizer, max_grad_norm: float) -> None:
+    """One step of `optimizer`; of all that the loss depends on, only `network` gets a gradient."""
+    (weights,) = optimizer.param_groups[0]["params"]  # all of the network's in one vector
+    weights.grad.zero_()
+    loss.backward(inputs=list(network.parameters()))
+    if max_grad_norm:
+        weights.grad.mul_((max_grad_norm / (weights.grad.norm() + 1e-6)).clamp(max=1))
+    optimizer.step()
+
+
+@torch.no_grad()
+def move_target(target: nn.Module, network: nn.Module, polyak: float) -> None:
+    """θ̄ ← (1 − τ) θ̄ + τ θ"""
+    for theirs, ours in zip(target.parameters(), network.parameters(), strict=True):
+        theirs.lerp_(ours, polyak)
+
+
+def update(agent, target, optimizers, batch, loss_functions, args: Args) -> tuple[dict, Tensor]:
+    """One step of critic, actor and targets -> what to log, the TD errors (B,)."""
+    critic_optimizer, actor_optimizer = optimizers
+    critic_loss, actor_loss = loss_functions
+    losses = {}
+    losses["critic"], td_error = critic_loss(agent, target, batch, args)
+    gradient_step(losses["critic"], agent.critic, critic_optimizer, args.max_grad_norm)
+    losses["actor"] = actor_loss(agent, batch, args)
+    gradient_step(losses["actor"], agent.actor, actor_optimizer, args.max_grad_norm)
+    move_target(target, agent, args.polyak)
+    return losses, td_error
+
+
+def train(args: Args) -> Result:
+    run = Run(args, __file__, LIMITS)
+    args = run.args
+    torch.set_float32_matmul_precision("medium" if args.bf16 else "highest")
+    workers = Workers(run, collect)
+    agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
+    target = copy.deepcopy(agent).requires_grad_(False)
+    critic_optimizer, actor_optimizer = (
+        torch.optim.Adam([flatten(network)], args.learning_rate, fused=True)
+        for network in (agent.critic, agent.actor)
+    )
+    rollout = workers.start(agent, args.horizon, noise=workers.action_space.shape)
+    kept = {name: tensor for name, tensor in rollout.items() if name != "noise"}
+    replay = ReplayBuffer(
+        run, kept, args.buffer_size, n_step=args.n_step, discount=args.discount,
+        prioritized=args.prioritized,
+    )  # fmt: skip
+    loss_functions = run.compile(critic_loss), run.compile(actor_loss)
+    step = run.start(
+        agent=agent, target=target, critic_optimizer=critic_optimizer,
+        actor_optimizer=actor_optimizer, workers=workers, replay=replay,
+    )  # fmt: skip
+    rollout["noise"][-1] = agent.noise  # of a resumed run
+
+    while step < args.total_steps:
+        agent.warm_up.fill_(step < args.warmup_steps)
+        rollout = workers.collect()
+        agent.noise.copy_(rollout["noise"][-1])
+        replay.add(rollout)
+        before, step = step, step + args.horizon * args.num_envs
+        losses = {}
+        if len(replay) >= min(args.warmup_steps, args.buffer_size):
+            replay.importance_exponent = 0.4 + 0.6 * step / args.total_steps
+            for _ in range(int(before * args.utd_ratio), int(step * args.utd_ratio)):
+                batch = replay.sample(args.batch_size)
+                optimizers = critic_optimizer, actor_optimizer
+                losses, td_error = update(agent, target, optimizers, batch, loss_functions, args)
+                replay.update_priorities(batch["index"], td_error)
+
+        run.log_episodes(step, rollout)
+        if step // args.log_every > before // args.log_every:
+            losses = {f"losses/{name}": value.detach() for name, value in losses.items()}
+            run.log(step, {"charts/replay_size": len(replay), **losses})
+        run.evaluate(step)
+        run.checkpoint(step)
+    return run.finish(step)
+
+
+if __name__ == "__main__":
+    train(parse(Args, TUNED))

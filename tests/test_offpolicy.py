@@ -1,0 +1,549 @@
+"""ddpg.py, td3.py and sac.py against references written out independently, and their resume."""
+
+import copy
+import math
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from torch import distributions
+
+from algos import ddpg, sac, td3, worker_learner
+from algos.worker_learner import ReplayBuffer
+
+OBS_DIM, ACT_DIM, HIDDEN, BATCH = 4, 2, 6, 10
+OBS = gymnasium.spaces.Box(-np.inf, np.inf, (OBS_DIM,))
+BOX = gymnasium.spaces.Box(np.float32([-2.0, 0.0]), np.float32([2.0, 1.0]))
+SCRIPTS = [ddpg, td3, sac]
+
+
+def make_agent(script, dtype=torch.float64, **options):
+    """An agent and its target, which differ, in double precision."""
+    torch.manual_seed(0)
+    args = script.Args(hidden_size=HIDDEN, num_envs=2, **options)
+    agent = script.Agent(OBS, BOX, args).to(dtype)
+    agent.warm_up.fill_(False)
+    if script is sac:
+        agent.actor.log_temperature.data.fill_(-0.7)
+    target = copy.deepcopy(agent.critics if script is sac else agent)
+    with torch.no_grad():
+        for parameter in target.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    return agent, target, args
+
+
+def random_batch():
+    generator = np.random.default_rng(1)
+    batch = {
+        "obs": generator.normal(size=(BATCH, OBS_DIM)),
+        "action": generator.uniform(-1, 1, (BATCH, ACT_DIM)),
+        "reward": generator.normal(size=BATCH),
+        "next_obs": generator.normal(size=(BATCH, OBS_DIM)),
+        "terminated": generator.random(BATCH) < 0.3,
+        "discount": generator.choice([0.9, 0.81], BATCH),
+        "weight": generator.uniform(0.1, 1, BATCH),
+    }
+    return {name: torch.tensor(value) for name, value in batch.items()}
+
+
+# The references: numpy and plain loops, from nothing but the parameters as arrays.
+
+
+def numpy_mlp(parameters, x):
+    w1, b1, w2, b2, w3, b3 = parameters  # weights (in, out)
+    x = np.maximum(x @ w1 + b1, 0)
+    x = np.maximum(x @ w2 + b2, 0)
+    return x @ w3 + b3
+
+
+def linear_layers(parameters):
+    """nn.Linear keeps its weights (out, in)."""
+    return [array.T if array.ndim == 2 else array for array in parameters]
+
+
+def numpy_critics(script, parameters, obs, action):
+    """Q_i (B,) of every critic i."""
+    x = np.concatenate((obs, action), 1)
+    if script is ddpg:
+        return [numpy_mlp(linear_layers(parameters), x)[:, 0]]
+    return [numpy_mlp([array[i] for array in parameters], x)[:, 0] for i in range(2)]
+
+
+def numpy_sample(parameters, obs, noise):
+    """SAC's action and log-probability, 1 − tanh² as it stands."""
+    mean, log_std = np.split(numpy_mlp(linear_layers(parameters), obs), 2, axis=1)
+    std = np.exp(np.clip(log_std, -20, 2))
+    u = mean + std * noise
+    density = np.exp(-0.5 * ((u - mean) / std) ** 2) / (std * np.sqrt(2 * np.pi))
+    return np.tanh(u), np.log(density / (1 - np.tanh(u) ** 2)).sum(1)
+
+
+def numpy_critic_loss(script, critics, target_critics, target_actor, temperature, batch, noise):
+    options = {}
+    if script is sac:
+        next_action, log_prob = numpy_sample(target_actor, batch["next_obs"], noise)
+        options = {"entropy": -temperature * log_prob}
+    else:
+        next_action = np.tanh(numpy_mlp(linear_layers(target_actor), batch["next_obs"]))
+    if script is td3:
+        next_action = np.clip(next_action + np.clip(0.3 * noise, -0.2, 0.2), -1, 1)
+    values = numpy_critics(script, target_critics, batch["next_obs"], next_action)
+    total = 0.0
+    predictions = numpy_critics(script, critics, batch["obs"], batch["action"])
+    for b in range(BATCH):
+        future = min(value[b] for value in values)
+        if script is sac:
+            future += options["entropy"][b]
+        y = 3 * batch["reward"][b]
+        if not batch["terminated"][b]:
+            y += batch["discount"][b] * future
+        total += sum(0.5 * batch["weight"][b] * (q[b] - y) ** 2 for q in predictions) / BATCH
+    return total
+
+
+def numpy_actor_loss(script, critics, actor, temperature, batch, noise):
+    if script is sac:
+        action, log_prob = numpy_sample(actor, batch["obs"], noise)
+        values = numpy_critics(script, critics, batch["obs"], action)
+        return np.mean(temperature * log_prob - np.minimum(*values))
+    action = np.tanh(numpy_mlp(linear_layers(actor), batch["obs"]))
+    return -np.mean(numpy_critics(script, critics, batch["obs"], action)[0])
+
+
+def slopes(function, parameters):
+    """The gradient of function(parameters) by central differences, flat."""
+    found, step = [], 1e-5
+    for array in parameters:
+        for index in np.ndindex(array.shape):
+            kept = array[index]
+            values = []
+            for sign in (1, -1):
+                array[index] = kept + sign * step
+                values.append(function(parameters))
+            array[index] = kept
+            found.append((values[0] - values[1]) / (2 * step))
+    return np.array(found)
+
+
+def arrays(network):
+    return [parameter.detach().numpy().copy() for parameter in network.parameters()]
+
+
+def critic_of(script, agent):
+    return agent.critic if script is ddpg else agent.critics
+
+
+OPTIONS = {ddpg: {}, td3: {"target_noise": 0.3, "target_noise_clip": 0.2}, sac: {}}
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_gradient_of_the_critics(script):
+    agent, target, args = make_agent(script, reward_scale=3.0, **OPTIONS[script])
+    batch = random_batch()
+    torch.manual_seed(5)
+    loss, td_error = script.critic_loss(agent, target, batch, args)
+    critic = critic_of(script, agent)
+    loss.backward(inputs=list(critic.parameters()))
+    torch.manual_seed(5)
+    noise = torch.randn(BATCH, ACT_DIM, dtype=torch.float64).numpy()
+    target_critics = arrays(target if script is sac else critic_of(script, target))
+    actor = arrays(agent.actor if script is sac else target.actor)
+    if script is sac:
+        assert actor.pop(0) == -0.7  # the temperature, first of the actor's parameters
+    plain = {name: tensor.numpy() for name, tensor in batch.items()}
+
+    def reference(parameters):
+        return numpy_critic_loss(
+            script, parameters, target_critics, actor, math.exp(-0.7), plain, noise
+        )
+
+    parameters = arrays(critic)
+    np.testing.assert_allclose(loss.item(), reference(parameters), rtol=1e-10)
+    gradient = torch.cat([p.grad.flatten() for p in critic.parameters()]).numpy()
+    np.testing.assert_allclose(gradient, slopes(reference, parameters), atol=1e-6)
+    assert np.abs(gradient).max() > 0.1
+    assert td_error.shape == (BATCH,)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_gradient_of_the_actor(script):
+    agent, _, args = make_agent(script)
+    batch = random_batch()
+    torch.manual_seed(5)
+    loss = script.actor_loss(agent, batch, args)
+    loss = loss[0] if script is sac else loss
+    names = [name for name, _ in agent.actor.named_parameters() if name != "log_temperature"]
+    network = [agent.actor.get_parameter(name) for name in names]
+    loss.backward(inputs=network)
+    torch.manual_seed(5)
+    noise = torch.randn(BATCH, ACT_DIM, dtype=torch.float64).numpy()
+    critics = arrays(critic_of(script, agent))
+    plain = {name: tensor.numpy() for name, tensor in batch.items()}
+
+    def reference(parameters):
+        return numpy_actor_loss(script, critics, parameters, math.exp(-0.7), plain, noise)
+
+    parameters = [parameter.detach().numpy().copy() for parameter in network]
+    np.testing.assert_allclose(loss.item(), reference(parameters), rtol=1e-10)
+    gradient = torch.cat([p.grad.flatten() for p in network]).numpy()
+    np.testing.assert_allclose(gradient, slopes(reference, parameters), atol=1e-6)
+    assert np.abs(gradient).max() > 0.01
+
+
+def test_gradient_of_the_temperature():
+    """α grows while the entropy −E[log π] is below its target −2, and the other way round."""
+    agent, _, _ = make_agent(sac)
+    for log_prob, slope in ((torch.tensor([1.0, 2.0]), 0.5), (torch.tensor([2.0, 4.0]), -1.0)):
+        agent.zero_grad()
+        sac.temperature_loss(agent, log_prob.double()).backward()
+        np.testing.assert_allclose(agent.actor.log_temperature.grad, slope)
+
+
+@pytest.mark.parametrize("mean", [0.0, -3.0, 9.0, 30.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_log_prob_is_that_of_torch_distributions(mean, dtype):
+    """Also where tanh(u) is 1 to the last bit: TanhTransform's cache remembers u."""
+    agent, _, _ = make_agent(sac, dtype)
+    with torch.no_grad():
+        agent.actor[-1].bias[:ACT_DIM] += mean
+    obs = random_batch()["obs"].to(dtype)
+    torch.manual_seed(3)
+    action, log_prob = agent.sample(obs)
+    mean, log_std = agent.actor(obs).double().chunk(2, -1)
+    torch.manual_seed(3)
+    u = mean + log_std.exp() * torch.randn(BATCH, ACT_DIM, dtype=dtype)
+    squash = distributions.transforms.TanhTransform(cache_size=1)
+    reference = distributions.TransformedDistribution(
+        distributions.Independent(distributions.Normal(mean, log_std.exp()), 1), squash
+    )
+    expected = reference.log_prob(squash(u))
+    tolerance = 1e-6 if dtype == torch.float64 else 1e-5
+    torch.testing.assert_close(log_prob.double(), expected, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(action.double(), u.tanh(), rtol=tolerance, atol=tolerance)
+
+
+def optimizers_of(script, agent):
+    return tuple(
+        torch.optim.Adam([worker_learner.flatten(network)], 1e-2, fused=True)
+        for network in (critic_of(script, agent), agent.actor)
+    )
+
+
+def update(script, agent, target, optimizers, args, number=0):
+    extra = (number,) if script is td3 else ()
+    functions = script.critic_loss, script.actor_loss
+    return script.update(agent, target, optimizers, random_batch(), functions, *extra, args)
+
+
+def weights(network):
+    return torch.cat([parameter.detach().flatten() for parameter in network.parameters()])
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_an_update_moves_everything_once(script):
+    """Both networks by their own gradients only, the target by τ towards where they are now."""
+    agent, target, args = make_agent(script, polyak=0.25)
+    optimizers = optimizers_of(script, agent)
+    critic_gradients = []
+
+    def watched(agent, batch, args):
+        critic_gradients.append(next(critic_of(script, agent).parameters()).grad.clone())
+        return script_actor_loss(agent, batch, args)
+
+    script_actor_loss = script.actor_loss
+    before, old = weights(agent), weights(target)
+    functions = script.critic_loss, watched
+    extra = (0,) if script is td3 else ()
+    script.update(agent, target, optimizers, random_batch(), functions, *extra, args)
+    after = weights(agent)
+    assert (before != after).double().mean() > 0.6  # others belong to ReLUs that are silent
+    new = weights(agent.critics if script is sac else agent)
+    torch.testing.assert_close(weights(target), 0.75 * old + 0.25 * new)
+    gradient = next(critic_of(script, agent).parameters()).grad
+    assert torch.equal(gradient, critic_gradients[0])  # the actor's loss left nothing there
+    assert gradient.abs().max() > 0
+
+
+def test_policy_delay():
+    agent, target, args = make_agent(td3, policy_delay=3)
+    optimizers = optimizers_of(td3, agent)
+    moved = []
+    for number in range(7):
+        parts = (agent.actor, target, agent.critics)
+        before = [weights(part) for part in parts]
+        update(td3, agent, target, optimizers, args, number)
+        moved.append([not torch.equal(a, weights(b)) for a, b in zip(before, parts, strict=True)])
+    assert moved == [[number % 3 == 0, number % 3 == 0, True] for number in range(7)]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_gradients_are_shortened(script):
+    agent, target, args = make_agent(script, max_grad_norm=1e-3, reward_scale=100.0)
+    optimizers = optimizers_of(script, agent)
+    update(script, agent, target, optimizers, args)
+    (vector,) = optimizers[0].param_groups[0]["params"]
+    torch.testing.assert_close(vector.grad.norm().item(), 1e-3, rtol=1e-2, atol=0)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_truncation_bootstraps_from_the_true_last_observation(script):
+    """From collect's rollout through the replay buffer to the target."""
+    options = {"target_noise": 0.0} if script is td3 else {}
+    agent, target, args = make_agent(script, torch.float32, **options)
+    shape = (1, 2)  # one step of two envs: the first terminates, the second is truncated
+    rollout = {
+        "obs": torch.randn(*shape, OBS_DIM),
+        "action": torch.rand(*shape, ACT_DIM),
+        "reward": torch.tensor([[1.0, 2.0]]),
+        "next_obs": torch.randn(*shape, OBS_DIM),
+        "terminated": torch.tensor([[True, False]]),
+        "done": torch.tensor([[True, True]]),
+    }
+    run = SimpleNamespace(device=torch.device("cpu"), args=SimpleNamespace(save_replay=True))
+    replay = ReplayBuffer(run, rollout, 2, discount=0.5)
+    replay.add(rollout)
+    batch = replay.sample(50)
+    torch.manual_seed(5)
+    _, td_error = script.critic_loss(agent, target, batch, args)
+    torch.manual_seed(5)
+    entropy = torch.zeros(50)
+    with torch.no_grad():
+        if script is sac:
+            next_action, log_prob = agent.sample(batch["next_obs"])
+            entropy = -math.exp(-0.7) * log_prob
+        else:
+            next_action = target.act(batch["next_obs"])
+        if script is ddpg:
+            value = target.value(batch["next_obs"], next_action)
+            prediction = agent.value(batch["obs"], batch["action"])
+        else:
+            critics = target if script is sac else target.critics
+            value = critics(batch["next_obs"], next_action).amin(0)
+            prediction = agent.critics(batch["obs"], batch["action"]).mean(0)
+    terminated = batch["reward"] == 1
+    assert terminated.any() and not terminated.all()
+    expected = torch.where(terminated, 1.0, 2 + 0.5 * (value + entropy)) - prediction
+    torch.testing.assert_close(td_error, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("script", [td3, sac])
+def test_warm_up_and_exploration(script):
+    agent, _, _ = make_agent(script, torch.float32)
+    obs = torch.randn(1, OBS_DIM).expand(4000, OBS_DIM)
+    agent.warm_up.fill_(True)
+    uniform = agent.explore(obs)
+    assert uniform.abs().max() <= 1 and abs(uniform.mean()) < 0.03
+    assert abs(uniform.std() - 3**-0.5) < 0.02
+    agent.warm_up.fill_(False)
+    action = agent.explore(obs)
+    if script is td3:
+        error = action - agent.act(obs)
+        assert abs(error.std() - 0.1) < 0.005 and abs(error.mean()) < 0.01
+        assert abs(torch.corrcoef(error.T)[0, 1]) < 0.1  # not one noise for all
+    else:
+        mean, log_std = agent.actor(obs[:1]).chunk(2, -1)
+        u = action.clamp(-1 + 1e-6, 1 - 1e-6).atanh()
+        assert ((u.mean(0) - mean) / log_std.exp()).abs().max() < 0.1
+    low, high = torch.tensor(BOX.low), torch.tensor(BOX.high)
+    given = agent.to_env(action)
+    assert (given >= low).all() and (given <= high).all()
+
+
+class Line:
+    """Envs of which each even one ends an episode at every tenth step."""
+
+    def __init__(self, num_envs):
+        self.obs, self.time = torch.zeros(num_envs, OBS_DIM), 0
+
+    def step(self, action):
+        self.time += 1
+        reward = torch.zeros(len(self.obs))
+        ended = (torch.arange(len(self.obs)) % 2 == 0) & (self.time % 10 == 0)
+        info = {"final_obs": self.obs, "episode_return": reward, "episode_length": reward.long()}
+        return self.obs, reward, ended, ended, info
+
+
+@pytest.mark.parametrize("noise", ["gaussian", "ou"])
+def test_ddpg_noise(noise):
+    """OU: goes on from step to step and rollout to rollout, to 0 where an episode ended."""
+    agent, _, _ = make_agent(
+        ddpg, torch.float32, noise=noise, exploration_noise=0.01, noise_decay=0.2
+    )
+    count, horizon = 400, 4
+    torch.nn.init.zeros_(agent.actor[-1].weight)  # μ = tanh(bias)
+    rollout = {
+        "obs": torch.zeros(horizon, count, OBS_DIM),
+        "next_obs": torch.zeros(horizon, count, OBS_DIM),
+        "action": torch.zeros(horizon, count, ACT_DIM),
+        "noise": torch.zeros(horizon, count, ACT_DIM),
+        **{name: torch.zeros(horizon, count) for name in ("reward", "episode_return")},
+        **{name: torch.zeros(horizon, count).bool() for name in ("terminated", "done")},
+        "episode_length": torch.zeros(horizon, count).long(),
+    }
+    envs, seen = Line(count), []
+    for _ in range(10):
+        ddpg.collect(agent, envs, rollout)
+        seen.append(rollout["action"] - agent.actor[-1].bias.tanh())
+    noises = torch.cat(seen)  # (40, 400, 2)
+    fresh = noises.clone()
+    if noise == "ou":
+        fresh[1:] -= 0.8 * noises[:-1]
+        fresh[10::10, ::2] += 0.8 * noises[9:-1:10, ::2]  # these began again
+    assert abs(fresh.std() - 0.01) < 2e-4
+    for a, b in ((fresh[1:], noises[:-1]), (fresh[:, 1:], fresh[:, :-1])):
+        assert abs(torch.corrcoef(torch.stack((a.flatten(), b.flatten())))[0, 1]) < 0.03
+
+
+# Whole runs: in this process where a test may end one from inside, else as a command.
+
+TINY = {
+    **{"env": "Pendulum", "num_envs": 2, "total_steps": 600, "hidden_size": 8, "batch_size": 16},
+    **{"warmup_steps": 50, "buffer_size": 400, "eval_every": 0, "eval_episodes": 1},
+    **{"checkpoint_every": 50, "log_every": 100, "device": "cpu", "learning_rate": 1e-3},
+}
+
+
+class NoEvaluator:
+    """In place of the evaluator's process."""
+
+    def __init__(self, *_):
+        self.pending, self.busy = [], False
+
+    def submit(self, *_):
+        pass
+
+    def results(self, *_):
+        return []
+
+    def close(self):
+        pass
+
+
+class Killed(BaseException):
+    pass
+
+
+def run_of(script, run_dir, kill_after=None, **options):
+    """Train; or fall silent after so many updates, as a killed process does."""
+    count = 0
+
+    def watched(*arguments, original=script.update):
+        nonlocal count
+        count += 1
+        if count == kill_after:
+            raise Killed
+        return original(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worker_learner, "Evaluator", NoEvaluator)
+        patch.setattr(script, "update", watched)
+        try:
+            script.train(script.Args(**{**TINY, **options}, run_dir=str(run_dir)))
+        except Killed:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+    return count
+
+
+def resume_of(script, run_dir):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worker_learner, "Evaluator", NoEvaluator)
+        script.train(script.Args(resume=str(run_dir)))
+
+
+def assert_same(a, b, where=""):
+    if isinstance(a, dict):
+        assert a.keys() == b.keys(), where
+        for key in a.keys() - {"seconds", "pending_evaluations"}:
+            assert_same(a[key], b[key], f"{where}.{key}")
+    elif isinstance(a, list | tuple):
+        assert len(a) == len(b)
+        for i, pair in enumerate(zip(a, b, strict=True)):
+            assert_same(*pair, f"{where}.{i}")
+    else:
+        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b or a != a, where
+
+
+@pytest.mark.parametrize(
+    ("script", "options"),
+    [
+        (ddpg, {"noise": "ou", "utd_ratio": 0.3}),
+        (td3, {"prioritized": True, "n_step": 3, "policy_delay": 3}),
+        (sac, {"horizon": 3, "utd_ratio": 1.3, "max_grad_norm": 1.0}),
+        (sac, {"bf16": True, "prioritized": True}),
+    ],
+)
+def test_resumed_is_bit_identical(script, options, tmp_path):
+    updates = run_of(script, tmp_path / "reference", **options)
+    ratio = options.get("utd_ratio", 1.0)
+    assert abs(updates - ratio * 550) <= 3 * ratio + 1  # they follow the transitions collected
+    moment = int(torch.randint(2, updates, ()))
+    print("killed at update", moment)
+    run_of(script, tmp_path / "killed", kill_after=moment, **options)
+    resume_of(script, tmp_path / "killed")
+    ours, theirs = (
+        torch.load(tmp_path / name / "checkpoint.pt", weights_only=True)
+        for name in ("killed", "reference")
+    )
+    assert ours["replay"]["data"].keys() >= {"obs", "action", "next_obs", "reward"}
+    assert_same(ours, theirs)
+
+
+def test_sigkill(tmp_path):
+    """The same with a real process, evaluator included, that is really killed."""
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in TINY.items()]
+    path, run_dir = Path(sac.__file__), tmp_path / "killed"
+    command = [sys.executable, path, *flags, "--total-steps=1500", f"--run-dir={run_dir}"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 240
+    while not (run_dir / "checkpoint.prev.pt").exists() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    done = subprocess.run(
+        [sys.executable, path, "--resume", run_dir], capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0 and "Not exact" not in done.stdout, done.stdout + done.stderr
+    assert "Resumed at step" in done.stdout
+    run_of(sac, tmp_path / "reference", total_steps=1500)
+    ours, theirs = (
+        torch.load(tmp_path / name / "checkpoint.pt", weights_only=True)
+        for name in ("killed", "reference")
+    )
+    for content in (ours["run"], theirs["run"]):  # the reference has no evaluator
+        content.pop("best_return"), content.pop("last_return")
+    assert_same(ours, theirs)
+
+
+def test_without_the_replay_buffer_a_resumed_run_fills_it_anew(tmp_path, capsys):
+    run_of(sac, tmp_path, kill_after=300, save_replay=False)
+    content = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+    assert content["replay"] == {}
+    capsys.readouterr()
+    resume_of(sac, tmp_path)
+    assert "--no-save-replay" in capsys.readouterr().out
+    sizes = [
+        (int(step), float(value))
+        for step, _, tag, value in (
+            line.split(",") for line in (tmp_path / "metrics.csv").read_text().splitlines()[1:]
+        )
+        if tag == "charts/replay_size"
+    ]
+    assert sizes[-1][0] == 600 and sizes[-1][1] < 400  # it held 400 before
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_action_spaces_that_do_not_fit(script, tmp_path):
+    for space, what in (
+        (gymnasium.spaces.Discrete(3), "discrete actions"),
+        (gymnasium.spaces.Box(-np.inf, np.inf, (2,)), "without bounds"),
+    ):
+        with pytest.raises(SystemExit, match=rf"--env X has .*{what}.*ppo\.py") as error:
+            script.Agent(OBS, space, script.Args(env="X", num_envs=1))
+        assert "\n" not in str(error.value)
