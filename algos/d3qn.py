@@ -231,7 +231,7 @@ def update(agent: Agent, target_network, optimizer, replay, loss_function, args:
 def train(args: Args) -> Result:
     run = Run(args, __file__, LIMITS)
     args = run.args
-    workers = Workers(run, collect)
+    workers = Workers(run, collect, ahead=True)
     agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
     target_network = copy.deepcopy(agent.q_network)
     weights, target_weights = flatten(agent), flatten(target_network).detach()

@@ -257,7 +257,7 @@ def update(agent: Agent, target_critics, optimizer, replay, loss_function, args:
 def train(args: Args) -> Result:
     run = Run(args, __file__, LIMITS)
     args = run.args
-    workers = Workers(run, collect)
+    workers = Workers(run, collect, ahead=True)
     agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
     target_critics = copy.deepcopy(agent.critics)
     weights, target_weights = flatten(agent), flatten(target_critics).detach()

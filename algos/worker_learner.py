@@ -633,11 +633,13 @@ class Workers:
 
     `collect(agent, envs, rollout)` steps `envs` with `agent` and fills the tensors of `rollout`,
     each (time, env, ...). Worker processes fill their own columns of the same tensors, which then
-    lie in shared memory; `agent` there is a copy that is refreshed before each collection.
+    lie in shared memory; `agent` there is a copy that is refreshed before each collection. With
+    `ahead`, for off-policy learners, they collect the next rollout while the learner learns.
     """
 
-    def __init__(self, run: Run, collect: Callable):
+    def __init__(self, run: Run, collect: Callable, ahead: bool = False):
         self.args, self.device, self._collect = run.args, run.device, collect
+        self._ahead, self._asked = ahead, False
         self._run = run
         args = run.args
         one = dataclasses.replace(args, num_envs=1) if args.num_workers else args
@@ -702,9 +704,8 @@ class Workers:
             except ValueError as error:  # an environment refuses a NaN, which has a cause here
                 failure = error
         else:
-            _copy_weights(self._agent, self._shared_agent)
-            for child in self._children:
-                child.ask("collect")
+            if not self._asked:
+                self._ask_children()
             for index, child in enumerate(self._children):
                 try:
                     child.answer()
@@ -712,12 +713,21 @@ class Workers:
                     failure = UserError(f"worker {index} {error}")
             for name, tensor in self._rollout.items():
                 tensor.copy_(self._shared[name])
+            self._asked = False
+            if self._ahead and failure is None:
+                self._ask_children()
         self._run.check_rollout(self._rollout)
         if isinstance(failure, UserError):
             self._run._fail(failure)
         if failure is not None:
             raise failure
         return self._rollout
+
+    def _ask_children(self) -> None:
+        _copy_weights(self._agent, self._shared_agent)
+        for child in self._children:
+            child.ask("collect")
+        self._asked = True
 
     def state_dict(self) -> dict[str, Any]:
         in_process = not self.args.num_workers and self.device.type == "cpu"

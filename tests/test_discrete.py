@@ -3,6 +3,7 @@
 import copy
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import gymnasium
 import numpy as np
@@ -20,7 +21,7 @@ from test_runs import (
 )
 
 from algos import d3qn, dqn, pqn, sac_discrete
-from algos.worker_learner import UserError
+from algos.worker_learner import UserError, Workers
 
 OBS = gymnasium.spaces.Box(-np.inf, np.inf, (5,))
 ACTIONS = gymnasium.spaces.Discrete(3)
@@ -313,6 +314,20 @@ def test_actions_are_random_with_probability_epsilon(module):
         assert best == pytest.approx(1 - epsilon * 2 / 3, abs=6 * 0.5 / 30_000**0.5)  # 6 sigma
     counts = torch.bincount(rollout["action"].flatten(), minlength=3) / 30_000
     assert (counts - 1 / 3).abs().max() < 6 * 0.5 / 30_000**0.5
+
+
+def test_worker_processes_see_epsilon():
+    args = dqn.Args(num_envs=2, num_workers=1, device="cpu")
+    run = SimpleNamespace(args=args, device=torch.device("cpu"), check_rollout=lambda _: None)
+    workers = Workers(run, dqn.collect)
+    agent = dqn.Agent(workers.observation_space, workers.action_space, args)
+    workers.start(agent, 50)
+    for epsilon, low, high in ((0.0, 1.0, 1.0), (1.0, 0.2, 0.8)):
+        agent.epsilon.fill_(epsilon)
+        rollout = workers.collect()
+        best = (rollout["action"] == agent(rollout["obs"])).float().mean().item()
+        assert low <= best <= high  # 0.2 and 0.8 are 6 standard errors away from 0.5
+    workers.close()
 
 
 @pytest.mark.parametrize("module", [pqn, dqn, d3qn, sac_discrete])

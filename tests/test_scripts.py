@@ -12,7 +12,7 @@ from algos.worker_learner import parse
 
 ALGOS = Path(__file__).parent.parent / "algos"
 SCRIPTS = ["a2c", "ppo", "ppo_hterm", "ppo_hterm_variants"]
-CONTINUOUS = ["ddpg", "td3", "sac"]
+CONTINUOUS = ["ddpg", "td3", "sac", "redq", "mod_sac", "crossq"]
 DISCRETE = ["pqn", "dqn", "d3qn", "sac_discrete"]  # a choice among a few actions
 
 # parent, child: the definitions that may differ; any other that both have must be the same text
@@ -55,26 +55,13 @@ def test_help(script):
 @pytest.mark.parametrize(
     ("script", "env"),
     [(script, env) for script in SCRIPTS for env in ("CartPole", "Pendulum")]
-    + [(script, "Pendulum") for script in CONTINUOUS],
+    + [(script, "Pendulum") for script in CONTINUOUS]
+    + [(script, "CartPole") for script in DISCRETE],
 )
 def test_short_run(script, env, tmp_path):
     command = [sys.executable, ALGOS / f"{script}.py", "--env", env, "--num-envs", "4"]
     command += ["--horizon", "16", "--total-steps", "500", "--run-dir", tmp_path / "run"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert "Done: 512 steps" in done.stdout
-    for name in ("args.json", "metrics.csv", "checkpoint.pt", "best.pt", "last.pt"):
-        assert (tmp_path / "run" / name).exists(), name
-
-
-@pytest.mark.parametrize("script", DISCRETE)
-def test_discrete_script(script, tmp_path):
-    """Its exploration reaches the environments of worker processes as well."""
-    python = [sys.executable, ALGOS / f"{script}.py", "--run-dir"]
-    flags = "--env CartPole --num-envs 4 --num-workers 2 --horizon 16 --total-steps 500"
-    done = subprocess.run(
-        [*python, tmp_path / "run", *flags.split()], capture_output=True, text=True, timeout=120
-    )
     assert done.returncode == 0, done.stderr
     assert "Done: 512 steps" in done.stdout
     for name in ("args.json", "metrics.csv", "checkpoint.pt", "best.pt", "last.pt"):
