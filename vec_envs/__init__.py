@@ -18,6 +18,8 @@ NAMES = {
         ("CartPole", "Pendulum", "Acrobot", "MountainCar", "MountainCarContinuous"), "classic"
     ),
     "Chasing": "chasing",
+    **dict.fromkeys(("Spread", "SpeakerListener"), "particles"),
+    **dict.fromkeys(("SpreadContinuous", "SpeakerListenerContinuous"), "particles"),
 }
 
 
