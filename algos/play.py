@@ -88,6 +88,7 @@ def make(saved: dict, num_envs: int, seed: int, draws: bool = False) -> tuple[nn
     spaces = env.single_observation_space, env.single_action_space
     try:
         module = importlib.import_module(f"algos.{script}")
+        spaces = spaces if env.num_agents is None else (env,)  # whose agents differ
         agent = module.Agent(*spaces, module.Args(**saved["args"]))
         agent.load_state_dict(saved["agent"])
     except (ImportError, AttributeError, TypeError, RuntimeError) as error:

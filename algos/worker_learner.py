@@ -633,15 +633,20 @@ class Workers:
     `collect(agent, envs, rollout)` steps `envs` with `agent` and fills the tensors of `rollout`,
     each (time, env, ...). Worker processes fill their own columns of the same tensors, which then
     lie in shared memory; `agent` there is a copy that is refreshed before each collection.
+    A script for several agents says so by `multi_agent`, and gets their axis as the third.
     """
 
-    def __init__(self, run: Run, collect: Callable):
+    def __init__(self, run: Run, collect: Callable, multi_agent: bool = False):
         self.args, self.device, self._collect = run.args, run.device, collect
         self._run = run
         args = run.args
         one = dataclasses.replace(args, num_envs=1) if args.num_workers else args
         device = "cpu" if args.num_workers else run.device
         self.envs = _make_envs(one, args.seed, device)
+        if multi_agent != (self.envs.num_agents is not None):
+            many, script = self.envs.num_agents or 1, run.script
+            wants = "several agents (Spread, SpeakerListener)" if multi_agent else "a single one"
+            raise UserError(f"--env {args.env} has {many} agent(s), but {script} is for {wants}")
         self.observation_space = self.envs.single_observation_space
         self.action_space = self.envs.single_action_space
         self.exact_resume = (
@@ -656,8 +661,10 @@ class Workers:
         one, at an episode's end not the reset's), terminated, done (terminated or truncated),
         episode_return, episode_length, and those in `extra`, by the shape of one entry.
         """
-        numbers = {"obs": self.observation_space.shape, "next_obs": self.observation_space.shape}
-        numbers |= {"reward": (), "episode_return": (), **extra}
+        agents = () if self.envs.num_agents is None else (self.envs.num_agents,)
+        obs_shape = (*agents, *self.observation_space.shape)
+        numbers = {"obs": obs_shape, "next_obs": obs_shape}
+        numbers |= {"reward": agents, "episode_return": (), **extra}
         discrete = isinstance(self.action_space, gymnasium.spaces.Discrete)
         types = {
             **dict.fromkeys(numbers, torch.float32),
@@ -665,7 +672,8 @@ class Workers:
             **dict.fromkeys(("terminated", "done"), torch.bool),
             "episode_length": torch.int64,
         }
-        shapes = {**dict.fromkeys(types, ()), **numbers, "action": self.action_space.shape}
+        action_shape = (*agents, *self.action_space.shape)
+        shapes = {**dict.fromkeys(types, ()), **numbers, "action": action_shape}
         self._rollout = {
             name: torch.zeros(
                 horizon, self.args.num_envs, *shapes[name], dtype=dtype, device=self.device
