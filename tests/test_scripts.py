@@ -12,12 +12,19 @@ from algos.worker_learner import parse
 
 ALGOS = Path(__file__).parent.parent / "algos"
 SCRIPTS = ["a2c", "ppo", "ppo_hterm", "ppo_hterm_variants"]
+MULTI_AGENT_SCRIPTS = ["mappo"]
+RUNS = [(script, env) for script in SCRIPTS for env in ("CartPole", "Pendulum")]
+RUNS += [(script, env) for script in MULTI_AGENT_SCRIPTS for env in ("SpeakerListener", "Spread")]
 
 # parent, child: the definitions that may differ; any other that both have must be the same text
 PAIRS = {
     ("a2c", "ppo"): {"Args", "policy_loss", "value_loss", "prepare", "update", "train"},
     ("ppo", "ppo_hterm"): {"Args", "Agent", "update", "train"},
     ("ppo", "ppo_hterm_variants"): {"Args", "prepare", "update", "train"},
+    ("ppo", "mappo"): {
+        *{"Args", "Agent", "collect", "policy_loss", "value_loss", "prepare", "minibatch_loss"},
+        *{"update", "train"},
+    },
 }
 
 
@@ -37,7 +44,7 @@ def test_siblings_have_not_drifted_apart(parent, child):
     assert drifted == PAIRS[parent, child]
 
 
-@pytest.mark.parametrize("script", [*SCRIPTS, "play"])
+@pytest.mark.parametrize("script", [*SCRIPTS, *MULTI_AGENT_SCRIPTS, "play"])
 def test_help(script):
     command = [sys.executable, ALGOS / f"{script}.py", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
@@ -45,8 +52,7 @@ def test_help(script):
     assert "usage" in done.stdout
 
 
-@pytest.mark.parametrize("env", ["CartPole", "Pendulum"])
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize(("script", "env"), RUNS)
 def test_short_run(script, env, tmp_path):
     command = [sys.executable, ALGOS / f"{script}.py", "--env", env, "--num-envs", "4"]
     command += ["--horizon", "16", "--total-steps", "500", "--run-dir", tmp_path / "run"]
