@@ -217,10 +217,9 @@ class MultiAgentVecEnv(VecEnv):
 
     `observation_spaces` are flat Boxes, `action_spaces` all Discrete or all flat Boxes, one an
     agent. The three methods of a subclass are those of `VecEnv`, with the agents' axis in what they
-    take and give: _simulate(action) -> reward (N, A), terminated (N,); _observe() -> padded.
+    take and give: _simulate(action) -> reward (N, A), terminated (N,); _observe() -> padded, and
+    with `available_in_obs`, for Discrete actions, the mask of available actions as its last n.
     """
-
-    available_in_obs = False
 
     def __init__(
         self,
@@ -231,9 +230,18 @@ class MultiAgentVecEnv(VecEnv):
         observation_spaces: list[gymnasium.spaces.Box],
         action_spaces: list[gymnasium.spaces.Box] | list[gymnasium.spaces.Discrete],
         max_episode_steps: int,
+        available_in_obs: bool = False,
     ):
         obs_space, obs_mask = _padded(observation_spaces)
         action_space, action_mask = _padded(action_spaces)
+        self.available_in_obs = available_in_obs
+        if available_in_obs:
+            low, high = (np.pad(b, (0, action_space.n)) for b in (obs_space.low, obs_space.high))
+            high[-action_space.n :] = 1.0
+            obs_space, obs_mask = (
+                gymnasium.spaces.Box(low, high),
+                torch.cat((obs_mask, action_mask), 1),
+            )
         super().__init__(name, num_envs, device, seed, obs_space, action_space, max_episode_steps)
         self.num_agents = len(obs_mask)
         self.observation_space = batch_space(batch_space(obs_space, self.num_agents), num_envs)
