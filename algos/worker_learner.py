@@ -822,6 +822,177 @@ def score(
     return returns.mean().item(), std, lengths.mean().item(), returns.tolist()
 
 
+# Replay.
+
+PRIORITY_BLOCK = 256  # priorities summed together: a draw looks at all sums, then into one block
+
+
+class ReplayBuffer:
+    """The last `capacity` transitions of all envs, in preallocated tensors (T, N, ...).
+
+    T = ceil(capacity / N) time steps of N envs on the learner's device, of all that `rollout` has
+    but its episode statistics; next_obs is the true one at an episode's end. Row `position` is
+    written next: when full it holds the oldest step, and nothing that is drawn crosses this seam.
+    With `prioritized`, i is drawn with P(i) = p_i / Σ p, p = (|δ| + ε)^α, and weighted by
+    (size · P(i))^−β (Schaul 2016, arXiv:1511.05952); β is `importance_exponent`, to be annealed.
+    UserError if it does not fit in memory.
+    """
+
+    def __init__(
+        self, run: Run, rollout: dict[str, Tensor], capacity: int, *, n_step: int = 1,
+        discount: float = 0.99, prioritized: bool = False, priority_exponent: float = 0.6,
+        importance_exponent: float = 0.4,
+    ):  # fmt: skip
+        horizon, self.num_envs = rollout["reward"].shape
+        self.capacity_rows = -(-capacity // self.num_envs)
+        size, least = self.capacity_rows * self.num_envs, max(horizon, n_step) * self.num_envs
+        if size < least:
+            raise UserError(f"--buffer-size is {capacity}; allowed is at least {least} here")
+        kept = {k: x for k, x in rollout.items() if not k.startswith("episode_")}
+        needed = size * sum(x[0, 0].numel() * x.element_size() for x in kept.values())
+        needed += prioritized * 4 * size
+        if needed > (free := _free_memory(run.device)):
+            raise UserError(
+                f"--buffer-size is {capacity}, which needs {needed / 2**30:.1f} GiB of memory "
+                f"where {free / 2**30:.1f} GiB are free; choose a smaller one"
+            )
+        self.data = {k: x.new_zeros(self.capacity_rows, *x.shape[1:]) for k, x in kept.items()}
+        self._flat = {name: tensor.flatten(0, 1) for name, tensor in self.data.items()}
+        self.position, self.rows, self._saved = 0, 0, run.args.save_replay
+        self.n_step, self.prioritized, self.device = n_step, prioritized, run.device
+        self.priority_exponent = priority_exponent
+        self.importance_exponent = importance_exponent
+        blocks, device = -(-size // PRIORITY_BLOCK) if prioritized else 0, run.device
+        self.priority = torch.zeros(blocks, PRIORITY_BLOCK, device=device)
+        self.block_sum = torch.zeros(blocks, dtype=torch.float64, device=device)
+        self.largest = torch.ones((), device=device)  # priority so far, that of new transitions
+        self._powers = discount ** torch.arange(n_step + 1, device=device)  # γ^k
+        self._ahead = self.num_envs * torch.arange(n_step, device=device)
+
+    def __len__(self) -> int:
+        return self.rows * self.num_envs
+
+    def add(self, rollout: dict[str, Tensor]) -> None:
+        """Store a rollout (H, N, ...) in place of the oldest steps."""
+        horizon = len(rollout["reward"])
+        fit = min(horizon, self.capacity_rows - self.position)  # the rest goes to the beginning
+        for part, start in ((slice(0, fit), self.position), (slice(fit, horizon), 0)):
+            end = start + part.stop - part.start
+            for name, tensor in self.data.items():
+                tensor[start:end] = rollout[name][part]
+            if self.prioritized and start < end:
+                low, high = start * self.num_envs, end * self.num_envs
+                self.priority.view(-1)[low:high] = self.largest
+                touched = slice(low // PRIORITY_BLOCK, -(-high // PRIORITY_BLOCK))
+                self.block_sum[touched] = self.priority[touched].sum(1, dtype=torch.float64)
+        self.position = (self.position + horizon) % self.capacity_rows
+        self.rows = min(self.rows + horizon, self.capacity_rows)
+
+    def sample(self, batch_size: int) -> dict[str, Tensor]:
+        """B transitions: obs, action, reward, next_obs, terminated, discount, index, weight.
+
+        With n steps, cut where an episode or the buffer ends, the reward is Σ_k γ^k r_{t+k}, and
+        next_obs and terminated are those of the last step used; discount = γ^(steps used), so
+
+            target = reward + discount · (1 − terminated) · V(next_obs)
+        """
+        if self.prioritized:
+            index, weight = self._draw(batch_size)
+        else:
+            index = torch.randint(len(self), (batch_size,), device=self.device)
+            weight = torch.ones(batch_size, device=self.device)
+        batch = {name: flat.index_select(0, index) for name, flat in self._flat.items()}
+        batch |= {"index": index, "weight": weight, "discount": self._powers[1].expand(batch_size)}
+        if self.n_step > 1:
+            path = (index.unsqueeze(1) + self._ahead) % len(self._flat["reward"])  # (B, n)
+            newest = (self.position - 1) % self.capacity_rows
+            stop = self._flat["done"][path] | (path // self.num_envs == newest)
+            reached = (~stop).cumprod(1).roll(1, 1)  # (B, n): no stop before this step
+            reached[:, 0] = 1
+            steps = reached.sum(1)
+            last = path.gather(1, steps.unsqueeze(1) - 1).squeeze(1)
+            batch["reward"] = (self._flat["reward"][path] * reached * self._powers[:-1]).sum(1)
+            batch["discount"] = self._powers[steps]
+            for name in ("next_obs", "terminated", "done"):
+                batch[name] = self._flat[name][last]
+        return batch
+
+    def _draw(self, batch_size: int) -> tuple[Tensor, Tensor]:
+        """Draw blocks, then places in them -> indices (B,) and importance weights (B,)."""
+        ends = self.block_sum.cumsum(0)
+        point = torch.rand(batch_size, dtype=torch.float64, device=self.device) * ends[-1]
+        block = torch.searchsorted(ends, point, right=True).clamp(max=len(ends) - 1)
+        inside = self.priority[block].cumsum(1, dtype=torch.float64)  # (B, PRIORITY_BLOCK)
+        point = (point - ends[block] + self.block_sum[block]).clamp(min=0)
+        point = torch.minimum(point, inside[:, -1] * (1 - 1e-12))  # rounding must not lead out
+        place = torch.searchsorted(inside, point.unsqueeze(1), right=True).squeeze(1)
+        index = block * PRIORITY_BLOCK + place
+        chance = self.priority.view(-1)[index] / ends[-1]
+        weight = (len(self) * chance) ** -self.importance_exponent
+        return index, (weight / weight.max()).float()
+
+    def update_priorities(self, index: Tensor, td_error: Tensor) -> None:
+        """p = (|δ| + ε)^α for the transitions (B,) of a batch."""
+        if not self.prioritized:
+            return
+        priority = (td_error.detach().abs().float() + 1e-6) ** self.priority_exponent
+        self.priority.view(-1)[index] = priority
+        self.largest = torch.maximum(self.largest, priority.max())
+        block = index // PRIORITY_BLOCK
+        self.block_sum[block] = self.priority[block].sum(1, dtype=torch.float64)
+
+    def windows(self, count: int, length: int, newest: int | None = None) -> dict[str, Tensor]:
+        """`count` (B) windows of `length` (K) consecutive steps of one env each, (K, B, ...).
+
+        `newest`: only from so many of the last transitions. mask (K, B) is 1 up to and with the
+        first end of an episode and 0 after it: m_0 = 1, m_j = Π_{i<j} (1 − done_i).
+        """
+        rows = self.rows if newest is None else min(self.rows, -(-newest // self.num_envs))
+        if length > rows:
+            raise ValueError(f"windows of {length} steps from a replay buffer with {rows}")
+        first = torch.randint(rows - length + 1, (count,), device=self.device)
+        env = torch.randint(self.num_envs, (count,), device=self.device)
+        ahead = torch.arange(length, device=self.device).unsqueeze(1) + self.position - rows
+        index = (first + ahead) % self.capacity_rows * self.num_envs + env  # (K, B)
+        batch = {name: flat[index] for name, flat in self._flat.items()}
+        mask = torch.ones_like(batch["reward"])
+        mask[1:] = (~batch["done"][:-1]).cumprod(0)
+        return {**batch, "mask": mask, "index": index}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything, or with --no-save-replay nothing."""
+        if not self._saved:
+            return {}
+        full = self.rows == self.capacity_rows  # else only the filled part
+        data = {k: x if full else x[: self.rows].clone() for k, x in self.data.items()}
+        names = ("position", "rows", "priority", "block_sum", "largest", "importance_exponent")
+        return {"data": data, **{name: getattr(self, name) for name in names}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if not state:
+            _tell("Not exact: the replay buffer was not saved (--no-save-replay); it fills anew.")
+            return
+        for name, tensor in state["data"].items():
+            self.data[name][: len(tensor)] = tensor
+        for name in state.keys() - {"data"}:
+            value = state[name]
+            setattr(self, name, value.to(self.device) if isinstance(value, Tensor) else value)
+
+
+def _free_memory(device: torch.device) -> int:
+    """Bytes that can still be allocated on a device."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = next(int(x.split()[1]) for x in lines if x.startswith("MemAvailable")) * 1024
+    except (OSError, StopIteration):  # not Linux
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with contextlib.suppress(OSError, ValueError):  # in a container with a limit
+        free = min(free, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return free
+
+
 # Small things.
 
 

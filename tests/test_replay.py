@@ -1,0 +1,275 @@
+"""The replay buffer of worker_learner.py against plain Python loops and statistics."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from algos.worker_learner import ReplayBuffer, UserError
+
+CPU = torch.device("cpu")
+
+
+def fake_run(save_replay=True):
+    return SimpleNamespace(device=CPU, args=SimpleNamespace(save_replay=save_replay))
+
+
+class Stream:
+    """Random rollouts whose obs says where it stands: obs = (time, env), next_obs = obs + ½."""
+
+    def __init__(self, num_envs=3, horizon=2, seed=0, end=0.15):
+        self.num_envs, self.horizon, self.end = num_envs, horizon, end
+        self.rng, self.time = np.random.default_rng(seed), 0
+        self.history = {"reward": [], "terminated": [], "done": []}
+
+    def empty(self):
+        shape = (self.horizon, self.num_envs)
+        return {
+            "obs": torch.zeros(*shape, 2),
+            "action": torch.zeros(*shape, 1),
+            "reward": torch.zeros(shape),
+            "next_obs": torch.zeros(*shape, 2),
+            "terminated": torch.zeros(shape, dtype=torch.bool),
+            "done": torch.zeros(shape, dtype=torch.bool),
+            "log_prob": torch.zeros(shape),
+            "episode_return": torch.zeros(shape),
+            "episode_length": torch.zeros(shape, dtype=torch.int64),
+        }
+
+    def next(self):
+        rollout = self.empty()
+        rollout["obs"][..., 0] = self.time + torch.arange(self.horizon).unsqueeze(1)
+        rollout["obs"][..., 1] = torch.arange(self.num_envs)
+        rollout["next_obs"] = rollout["obs"] + 0.5
+        rollout["reward"] = torch.tensor(self.rng.normal(size=(self.horizon, self.num_envs)))
+        rollout["reward"] = rollout["reward"].float()
+        ends = self.rng.random((2, self.horizon, self.num_envs)) < self.end
+        rollout["terminated"] = torch.tensor(ends[0])
+        rollout["done"] = torch.tensor(ends[0] | ends[1])
+        for name, rows in self.history.items():
+            rows.extend(rollout[name].double().numpy())
+        self.time += self.horizon
+        return rollout
+
+
+def filled(stream, capacity, times, **options):
+    replay = ReplayBuffer(fake_run(), stream.empty(), capacity, **options)
+    for _ in range(times):
+        replay.add(stream.next())
+    return replay
+
+
+def test_the_oldest_steps_are_overwritten():
+    stream = Stream(num_envs=3, horizon=2)
+    replay = ReplayBuffer(fake_run(), stream.empty(), capacity=20)  # 7 rows: 2 do not divide them
+    assert replay.data.keys() == stream.empty().keys() - {"episode_return", "episode_length"}
+    torch.manual_seed(0)
+    for times in range(1, 12):
+        replay.add(stream.next())
+        assert len(replay) == min(times * 2, 7) * 3
+        batch = replay.sample(500)
+        seen = {tuple(row) for row in batch["obs"].int().tolist()}
+        newest = times * 2
+        oldest = max(0, newest - 7)
+        assert seen == {(t, n) for t in range(oldest, newest) for n in range(3)}
+        assert torch.equal(batch["next_obs"], batch["obs"] + 0.5)
+        time, env = batch["obs"].long().unbind(1)
+        for name in ("reward", "terminated", "done"):
+            expected = torch.tensor(np.array(stream.history[name]))[time, env]
+            assert torch.equal(batch[name].double(), expected), name
+        assert (batch["weight"] == 1).all() and (batch["discount"] == np.float32(0.99)).all()
+
+
+@pytest.mark.parametrize("prioritized", [False, True])
+@pytest.mark.parametrize("times", [4, 17])  # with free space, and after two rounds
+def test_n_step_against_a_loop(times, prioritized):
+    """Reward, discount, next_obs and terminated by walking through the episodes in float64."""
+    stream = Stream(num_envs=3, horizon=3)
+    options = {"n_step": 5, "discount": 0.9, "prioritized": prioritized}
+    replay = filled(stream, 60, times, **options)
+    batch = replay.sample(800)
+    newest = stream.time - 1
+    history = {name: np.array(rows) for name, rows in stream.history.items()}
+    lengths = set()
+    for i in range(800):
+        time, env = batch["obs"][i].int().tolist()
+        total, k = 0.0, 0
+        while True:
+            total += 0.9**k * history["reward"][time + k, env]
+            k += 1
+            if k == 5 or history["done"][time + k - 1, env] or time + k - 1 == newest:
+                break
+        last = time + k - 1
+        np.testing.assert_allclose(batch["reward"][i], total, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(batch["discount"][i], 0.9**k, rtol=1e-6)
+        assert batch["next_obs"][i].tolist() == [last + 0.5, env + 0.5]
+        assert batch["terminated"][i] == history["terminated"][last, env]
+        assert batch["done"][i] == history["done"][last, env]
+        lengths.add((k, bool(history["done"][last, env]), last == newest))
+    assert {k for k, _, _ in lengths} == {1, 2, 3, 4, 5} and len(lengths) > 8
+
+
+def test_truncation_bootstraps_and_termination_does_not():
+    stream = Stream(num_envs=2, horizon=4, end=0)
+    replay = ReplayBuffer(fake_run(), stream.empty(), 100, n_step=3, discount=0.5)
+    rollout = stream.next()
+    rollout["reward"][:] = 1
+    rollout["done"][1] = True
+    rollout["terminated"][1] = torch.tensor([True, False])  # env 0 terminates, env 1 is truncated
+    replay.add(rollout)
+    batch = replay.sample(100)
+    value = 10.0
+    target = batch["reward"] + batch["discount"] * ~batch["terminated"] * value
+    first = batch["obs"][:, 0] == 0  # 1 + ½, then the episode ends
+    for env, expected in ((0, 1.5), (1, 1.5 + 0.25 * value)):
+        mine = first & (batch["obs"][:, 1] == env)
+        assert mine.any() and (target[mine] == expected).all()
+        assert (batch["next_obs"][mine, 0] == 1.5).all()  # the true one of that step
+
+
+@pytest.mark.parametrize("newest", [None, 20])
+@pytest.mark.parametrize("times", [5, 23])
+def test_windows(times, newest):
+    stream = Stream(num_envs=3, horizon=2)
+    replay = filled(stream, 40, times)  # 14 rows
+    windows = replay.windows(400, 6, newest)
+    obs, done = windows["obs"], windows["done"]
+    assert obs.shape == (6, 400, 2) and windows["mask"].shape == (6, 400)
+    assert (obs[..., 1] == obs[0, :, 1]).all()  # one env
+    assert (obs[1:, :, 0] == obs[:-1, :, 0] + 1).all()  # consecutive: no seam
+    rows = min(stream.time, 14) if newest is None else min(stream.time, 7)
+    first = obs[0, :, 0]
+    assert set(first.int().tolist()) == set(range(stream.time - rows, stream.time - 6 + 1))
+    assert torch.equal(replay._flat["log_prob"][windows["index"]], windows["log_prob"])
+    for b in range(400):
+        alive = 1.0
+        for k in range(6):
+            assert windows["mask"][k, b] == alive
+            alive *= not done[k, b]
+    with pytest.raises(ValueError, match="15 steps"):
+        replay.windows(1, 15)
+
+
+def test_proportional_sampling_has_the_right_distribution():
+    """χ² of 100 000 draws; with 1173 cells its mean is about 1173 and its deviation 48."""
+    stream = Stream(num_envs=3, horizon=1)
+    replay = filled(stream, 1200, 391, prioritized=True, priority_exponent=0.7)  # 1173 of 1200
+    size, draws = len(replay), 100_000
+    torch.manual_seed(1)
+    error = torch.rand(size) * torch.randint(3, (size,))  # a third of them 0
+    replay.update_priorities(torch.arange(size), error)
+    expected = (error.double() + 1e-6) ** 0.7
+    expected = expected / expected.sum()
+    index = torch.cat([replay.sample(2000)["index"] for _ in range(50)])
+    counts = torch.bincount(index, minlength=size).double()
+    assert len(counts) == size  # never where nothing is stored
+    common = expected * draws > 5
+    chi_square = ((counts - expected * draws) ** 2 / (expected * draws))[common].sum().item()
+    cells = int(common.sum())
+    assert cells > 700
+    assert abs(chi_square - cells) < 5 * (2 * cells) ** 0.5
+    uniform = torch.full_like(expected, draws / size)[common]
+    wrong = ((counts[common] - uniform) ** 2 / uniform).sum().item()
+    assert wrong > 10 * cells  # the test can tell
+
+
+def test_block_sums_follow_the_priorities():
+    """After many updates with repeated indices and after the buffer has gone round."""
+    stream = Stream(num_envs=5, horizon=3)
+    replay = filled(stream, 1500, 30, prioritized=True)
+    for i in range(150):
+        if i % 2:
+            replay.add(stream.next())
+        index = torch.randint(len(replay), (40,)).repeat(2)
+        replay.update_priorities(index, torch.randn(80) * 10)
+    torch.testing.assert_close(replay.block_sum, replay.priority.double().sum(1))
+    assert replay.priority.flatten()[len(replay) :].sum() == 0
+
+
+def test_new_transitions_get_the_largest_priority_so_far():
+    stream = Stream(num_envs=4, horizon=1)
+    replay = filled(stream, 40, 3, prioritized=True, priority_exponent=0.5)
+    assert replay.priority.flatten()[:12].tolist() == [1.0] * 12
+    replay.update_priorities(torch.tensor([0, 1]), torch.tensor([-16.0, 0.25]))
+    replay.update_priorities(torch.tensor([0]), torch.tensor([0.0]))
+    replay.add(stream.next())
+    expected = [1e-3, 0.5, *[1.0] * 10, *[4.0] * 4]
+    torch.testing.assert_close(replay.priority.flatten()[:16], torch.tensor(expected))
+
+
+@pytest.mark.parametrize("exponent", [0.4, 1.0])
+def test_importance_weights(exponent):
+    """w_i ∝ (size · P(i))^−β, the largest of the batch being 1."""
+    stream = Stream(num_envs=4, horizon=1)
+    replay = filled(stream, 400, 50, prioritized=True)
+    replay.importance_exponent = exponent
+    error = torch.rand(200) + 0.01
+    replay.update_priorities(torch.arange(200), error)
+    chance = (error.double() + 1e-6) ** 0.6
+    chance = chance / chance.sum()
+    batch = replay.sample(64)
+    weight = (200 * chance[batch["index"]]) ** -exponent
+    torch.testing.assert_close(batch["weight"].double(), weight / weight.max(), rtol=1e-5, atol=0)
+    everything = torch.cat([replay.sample(2000)["weight"] for _ in range(5)])
+    assert everything.max() == 1 and everything.min() < 0.5
+
+
+@pytest.mark.parametrize("times", [7, 40])
+def test_saved_and_loaded_it_draws_the_same(times, tmp_path):
+    options = {"n_step": 3, "prioritized": True}
+    stream = Stream(num_envs=3, horizon=2)
+    replay = filled(stream, 100, times, **options)
+    replay.importance_exponent = 0.55
+    replay.update_priorities(torch.arange(30), torch.randn(30))
+    torch.save(replay.state_dict(), tmp_path / "replay.pt")
+    size = (tmp_path / "replay.pt").stat().st_size
+    assert size < 20_000  # views are not saved with all that they are views of
+
+    other = ReplayBuffer(fake_run(), stream.empty(), 100, **options)
+    other.load_state_dict(torch.load(tmp_path / "replay.pt", weights_only=True))
+    assert len(other) == len(replay)
+    rollouts = [stream.next() for _ in range(20)]
+    drawn = []
+    for buffer in (replay, other):
+        torch.manual_seed(0)
+        mine = drawn.append([]) or drawn[-1]
+        for rollout in rollouts:
+            mine += [buffer.sample(32), buffer.windows(8, 4)]
+            buffer.update_priorities(mine[-2]["index"], mine[-2]["reward"])
+            buffer.add(rollout)
+    for ours, theirs in zip(*drawn, strict=True):
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_without_save_replay_nothing_is_saved_and_a_resumed_run_says_so(capsys):
+    stream = Stream()
+    replay = ReplayBuffer(fake_run(save_replay=False), stream.empty(), 100)
+    replay.add(stream.next())
+    assert replay.state_dict() == {}
+    replay.load_state_dict({})
+    assert "--no-save-replay" in capsys.readouterr().out
+
+
+def test_too_large_a_buffer_is_an_error_that_names_the_size():
+    empty = Stream().empty()
+    row = 4 * (2 + 1 + 1 + 2 + 1) + 2
+    with pytest.raises(UserError, match=r"--buffer-size is 10{12}, .* needs 27939\.7 GiB"):
+        assert row == 30
+        ReplayBuffer(fake_run(), empty, 10**12)
+    with pytest.raises(UserError, match=r"--buffer-size is 3; allowed is at least 6"):
+        ReplayBuffer(fake_run(), empty, 3)
+
+
+@pytest.mark.parametrize("prioritized", [False, True])
+def test_memory_is_what_it_must_hold(prioritized):
+    empty = Stream(num_envs=7).empty()
+    replay = ReplayBuffer(fake_run(), empty, 100_000, prioritized=prioritized)
+    must = 100_000 * (30 + 4 * prioritized)
+    seen, held = set(), 0
+    for thing in [*vars(replay).values(), *replay.data.values(), *replay._flat.values()]:
+        if isinstance(thing, torch.Tensor) and thing.data_ptr() not in seen:
+            seen.add(thing.data_ptr())
+            held += thing.untyped_storage().nbytes()
+    assert must <= held < 1.05 * must
