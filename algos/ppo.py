@@ -328,7 +328,7 @@ def train(args: Args) -> Result:
     workers = Workers(run, collect)
     agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
     weights = flatten(agent)
-    learning_rate = torch.tensor(args.learning_rate)
+    learning_rate = torch.tensor(args.learning_rate, device=run.device)
     optimizer = torch.optim.Adam([weights], learning_rate, eps=1e-5, fused=True)
     workers.start(agent, args.horizon)
     loss_function = run.compile(minibatch_loss)
