@@ -380,7 +380,7 @@ def train(args: Args) -> Result:
     workers = Workers(run, collect, multi_agent=True)
     agent = Agent(workers.envs, args).to(run.device)
     weights = flatten(agent)
-    learning_rate = torch.tensor(args.learning_rate)
+    learning_rate = torch.tensor(args.learning_rate, device=run.device)
     optimizer = torch.optim.Adam([weights], learning_rate, eps=1e-5, fused=True)
     state, agents = (workers.envs.state_dim,), (workers.envs.num_agents,)
     workers.start(agent, args.horizon, state=state, next_state=state, alive=agents)

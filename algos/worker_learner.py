@@ -809,6 +809,8 @@ def score(
 ) -> tuple[float, float, float, list[float]]:
     """Play one episode in each env -> mean and std of the return, mean length, all returns."""
     obs, _ = envs.reset(seed=seed)
+    if hasattr(agent, "start_episodes"):  # an agent that remembers
+        agent.start_episodes()
     running = torch.ones(envs.num_envs, dtype=torch.bool)
     returns, lengths = torch.zeros(envs.num_envs), torch.zeros(envs.num_envs)
     for _ in range(min(envs.max_episode_steps, LONGEST_EVALUATION)):
@@ -843,7 +845,7 @@ class ReplayBuffer:
         discount: float = 0.99, prioritized: bool = False, priority_exponent: float = 0.6,
         importance_exponent: float = 0.4,
     ):  # fmt: skip
-        horizon, self.num_envs = rollout["reward"].shape
+        horizon, self.num_envs = rollout["done"].shape
         self.capacity_rows = -(-capacity // self.num_envs)
         size, least = self.capacity_rows * self.num_envs, max(horizon, n_step) * self.num_envs
         if size < least:
