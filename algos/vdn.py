@@ -306,9 +306,9 @@ def lambda_returns(reward, next_value, terminated, done, args: Args) -> Tensor:
     """y_t of the docstring, all (T, B); the last step's y is that of λ = 0."""
     returns, following = torch.empty_like(reward), next_value[-1]
     for t in reversed(range(len(reward))):
-        trace = args.td_lambda * ~done[t]
+        trace = args.td_lambda * (~done[t]).to(reward)
         future = (1 - trace) * next_value[t] + trace * following
-        returns[t] = following = reward[t] + args.discount * ~terminated[t] * future
+        returns[t] = following = reward[t] + args.discount * future * ~terminated[t]
     return returns
 
 

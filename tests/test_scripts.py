@@ -12,7 +12,7 @@ from algos.worker_learner import parse
 
 ALGOS = Path(__file__).parent.parent / "algos"
 SCRIPTS = ["a2c", "ppo", "ppo_hterm", "ppo_hterm_variants"]
-MULTI_AGENT_SCRIPTS = ["mappo"]
+MULTI_AGENT_SCRIPTS = ["mappo", "vdn", "qmix"]
 RUNS = [(script, env) for script in SCRIPTS for env in ("CartPole", "Pendulum")]
 RUNS += [(script, env) for script in MULTI_AGENT_SCRIPTS for env in ("SpeakerListener", "Spread")]
 
@@ -25,6 +25,8 @@ PAIRS = {
         *{"Args", "Agent", "collect", "policy_loss", "value_loss", "prepare", "minibatch_loss"},
         *{"update", "train"},
     },
+    ("ppo", "vdn"): {"Args", "Agent", "collect", "update", "train"},
+    ("vdn", "qmix"): {"Args", "Agent", "collect", "td_target", "td_loss", "train"},
 }
 
 
