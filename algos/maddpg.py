@@ -174,7 +174,7 @@ class Agent(nn.Module):
         return action if self.discrete else self.action_center + self.action_scale * action
 
     def values(self, obs: Tensor, action: Tensor) -> Tensor:
-        """Q^i (A, B); action (B, A, outputs), or (A, B, A, outputs) if each critic has its own."""
+        """Q^i (A, B); action (B, A, outputs), or (A, B, A, outputs), one for each critic."""
         x = obs.flatten(-2).expand(*action.shape[:-2], -1)
         return self.critics(torch.cat((x, action.flatten(-2)), -1)).squeeze(-1)
 

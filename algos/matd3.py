@@ -1,7 +1,7 @@
 """Multi-agent TD3 (MATD3): maddpg.py with two critics an agent, of which the lower one counts.
 
 Ackermann, Gabler, Osa, Sugiyama 2019, arXiv:1910.01465: maddpg.py plus TD3's three changes
-(Fujimoto, van Hoof, Meger 2018, arXiv:1802.09477), since critics overestimate with many agents, too:
+(Fujimoto, van Hoof, Meger 2018, arXiv:1802.09477), since critics overestimate here, too:
 
     y^i    = r^i + γ (1 − terminated) min_k Q̄^i_k( x', ã¹, …, ãᴬ ) ,    ã^i = μ̄^i(o'^i) + noise
     L(φ^i) = Σ_k E[ ( Q^i_k(x, a¹ … aᴬ) − y^i )² ]
@@ -179,7 +179,7 @@ class Agent(nn.Module):
         return action if self.discrete else self.action_center + self.action_scale * action
 
     def values(self, obs: Tensor, action: Tensor, number: int) -> Tensor:
-        """Q^i_k (A, B); action (B, A, outputs), or (A, B, A, outputs) if each critic has its own."""
+        """Q^i_k (A, B); action (B, A, outputs), or (A, B, A, outputs), one for each critic."""
         x = obs.flatten(-2).expand(*action.shape[:-2], -1)
         return self.critics[number](torch.cat((x, action.flatten(-2)), -1)).squeeze(-1)
 

@@ -12,9 +12,9 @@ from algos.worker_learner import parse
 
 ALGOS = Path(__file__).parent.parent / "algos"
 SCRIPTS = ["a2c", "ppo", "ppo_hterm", "ppo_hterm_variants"]
-MULTI_AGENT_SCRIPTS = ["mappo", "vdn", "qmix"]
+MULTI_AGENT_SCRIPTS = ["mappo", "vdn", "qmix", "maddpg", "matd3"]
 RUNS = [(script, env) for script in SCRIPTS for env in ("CartPole", "Pendulum")]
-RUNS += [(script, env) for script in MULTI_AGENT_SCRIPTS for env in ("SpeakerListener", "Spread")]
+RUNS += [(script, "Spread") for script in MULTI_AGENT_SCRIPTS]
 
 # parent, child: the definitions that may differ; any other that both have must be the same text
 PAIRS = {
@@ -27,6 +27,7 @@ PAIRS = {
     },
     ("ppo", "vdn"): {"Args", "Agent", "collect", "update", "train"},
     ("vdn", "qmix"): {"Args", "Agent", "collect", "td_target", "td_loss", "train"},
+    ("maddpg", "matd3"): {"Args", "Agent", "critic_loss", "actor_loss", "update"},
 }
 
 

@@ -39,7 +39,7 @@ def make_agent(script, available_in_obs=False, **options):
     return *agents, args
 
 
-def random_batch(steps=6, envs=3):
+def random_batch(steps=5, envs=2):
     double = {"dtype": torch.float64}
     done = torch.rand(steps, envs) < 0.3
     alive = (torch.rand(2, steps, envs, A) < 0.8).double()
@@ -140,7 +140,7 @@ def reference_loss(online, target, batch, weight, args):
 )
 def test_loss_and_gradient(script, options):
     agent, target, args = make_agent(script, discount=0.9, **options)
-    batch, weight = random_batch(), torch.rand(3, dtype=torch.float64) + 0.5
+    batch, weight = random_batch(), torch.rand(2, dtype=torch.float64) + 0.5
     loss, error, _ = script.td_loss(agent, target, batch, weight, args)
     loss.backward()
     online, fixed = Reference(agent), Reference(target)
@@ -151,7 +151,7 @@ def test_loss_and_gradient(script, options):
     rng, step = np.random.default_rng(0), 1e-6
     for name, parameter in agent.named_parameters():
         array = online.w[name]
-        for index in rng.choice(array.size, min(4, array.size), replace=False):
+        for index in rng.choice(array.size, min(2, array.size), replace=False):
             values = []
             for sign in (1, -1):
                 array.flat[index] += sign * step
