@@ -88,6 +88,7 @@ def make(saved: dict, num_envs: int, seed: int, draws: bool = False) -> tuple[nn
     spaces = env.single_observation_space, env.single_action_space
     try:
         module = importlib.import_module(f"algos.{script}")
+        spaces = spaces if env.num_agents is None else (env,)  # whose agents differ
         agent = module.Agent(*spaces, module.Args(**saved["args"]))
         agent.load_state_dict(saved["agent"])
     except (ImportError, AttributeError, TypeError, RuntimeError) as error:
@@ -114,6 +115,8 @@ def print_score(args: Args, saved: dict) -> None:
 def episode(agent: nn.Module, env: vec_envs.VecEnv, seed: int | None) -> Iterator[None]:
     """Play one episode, pausing before each step; say how it was."""
     obs, _ = env.reset(seed=seed)
+    if hasattr(agent, "start_episodes"):
+        agent.start_episodes()
     for _ in range(min(env.max_episode_steps, LONGEST_EVALUATION)):
         yield
         obs, _, terminated, truncated, info = env.step(agent(obs))
@@ -251,6 +254,8 @@ def picture_window(env: vec_envs.VecEnv) -> tuple[Callable[[], bool], Callable[[
 
 def export(args: Args, saved: dict) -> None:
     agent, env = make(saved, 2, args.seed)
+    if getattr(agent, "recurrent", False):
+        raise UserError("--export: a policy that remembers cannot be exported yet")
     obs, _ = env.reset()
     batch = torch.export.Dim("batch")  # of any size
     program = torch.export.export(agent, (obs,), dynamic_shapes=({0: batch},))

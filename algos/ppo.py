@@ -79,14 +79,19 @@ LIMITS = {
 # What differs by environment, as in the tables of papers; a flag on the command line wins.
 TUNED = {
     "Ant": {
-        **{"total_steps": 2_000_000, "horizon": 32, "epochs": 5, "learning_rate": 1e-3},
-        "initial_log_std": -1.0,
+        **{"total_steps": 2_000_000, "horizon": 32, "epochs": 5, "minibatch_size": 1024},
+        **{"learning_rate": 1e-3, "initial_log_std": -1.0},
     },
     "HalfCheetah": {
         **{"horizon": 32, "minibatch_size": 128, "learning_rate": 3e-4, "initial_log_std": -1.0},
         **{"discount": 0.98, "gae_lambda": 0.92},
     },
-    "Walker2d": {"horizon": 32, "learning_rate": 1e-3},
+    "Walker2d": {"horizon": 32},
+    "Pendulum": {"minibatch_size": 1024, "learning_rate": 1e-3, "discount": 0.95},
+    "LunarLanderContinuous-v3": {"discount": 0.999, "gae_lambda": 0.98},
+    "BipedalWalker-v3": {
+        **{"total_steps": 4_000_000, "horizon": 128, "minibatch_size": 1024, "discount": 0.999},
+    },
 }
 
 
@@ -323,7 +328,7 @@ def train(args: Args) -> Result:
     workers = Workers(run, collect)
     agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
     weights = flatten(agent)
-    learning_rate = torch.tensor(args.learning_rate)
+    learning_rate = torch.tensor(args.learning_rate, device=run.device)
     optimizer = torch.optim.Adam([weights], learning_rate, eps=1e-5, fused=True)
     workers.start(agent, args.horizon)
     loss_function = run.compile(minibatch_loss)

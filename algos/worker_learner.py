@@ -151,6 +151,7 @@ class Run:
         self.dir = Path(args.run_dir)
         self.device = torch.device(args.device)
         torch.set_num_threads(1)  # the networks are small: two threads wait more than they work
+        torch.set_flush_denormal(True)  # Adam's moments of dead units become such, and are slow
         torch.manual_seed(args.seed)
 
         self.seconds = 0.0  # of training, over all resumes
@@ -632,16 +633,23 @@ class Workers:
 
     `collect(agent, envs, rollout)` steps `envs` with `agent` and fills the tensors of `rollout`,
     each (time, env, ...). Worker processes fill their own columns of the same tensors, which then
-    lie in shared memory; `agent` there is a copy that is refreshed before each collection.
+    lie in shared memory; `agent` there is a copy that is refreshed before each collection. With
+    `ahead`, for off-policy learners, they collect the next rollout while the learner learns.
+    A script for several agents says so by `multi_agent`, and gets their axis as the third.
     """
 
-    def __init__(self, run: Run, collect: Callable):
+    def __init__(self, run: Run, collect: Callable, ahead: bool = False, multi_agent: bool = False):
         self.args, self.device, self._collect = run.args, run.device, collect
+        self._ahead, self._asked = ahead, False
         self._run = run
         args = run.args
         one = dataclasses.replace(args, num_envs=1) if args.num_workers else args
         device = "cpu" if args.num_workers else run.device
         self.envs = _make_envs(one, args.seed, device)
+        if multi_agent != (self.envs.num_agents is not None):
+            many, script = self.envs.num_agents or 1, run.script
+            wants = "several agents (Spread, SpeakerListener)" if multi_agent else "a single one"
+            raise UserError(f"--env {args.env} has {many} agent(s), but {script} is for {wants}")
         self.observation_space = self.envs.single_observation_space
         self.action_space = self.envs.single_action_space
         self.exact_resume = (
@@ -656,8 +664,10 @@ class Workers:
         one, at an episode's end not the reset's), terminated, done (terminated or truncated),
         episode_return, episode_length, and those in `extra`, by the shape of one entry.
         """
-        numbers = {"obs": self.observation_space.shape, "next_obs": self.observation_space.shape}
-        numbers |= {"reward": (), "episode_return": (), **extra}
+        agents = () if self.envs.num_agents is None else (self.envs.num_agents,)
+        obs_shape = (*agents, *self.observation_space.shape)
+        numbers = {"obs": obs_shape, "next_obs": obs_shape}
+        numbers |= {"reward": agents, "episode_return": (), **extra}
         discrete = isinstance(self.action_space, gymnasium.spaces.Discrete)
         types = {
             **dict.fromkeys(numbers, torch.float32),
@@ -665,7 +675,8 @@ class Workers:
             **dict.fromkeys(("terminated", "done"), torch.bool),
             "episode_length": torch.int64,
         }
-        shapes = {**dict.fromkeys(types, ()), **numbers, "action": self.action_space.shape}
+        action_shape = (*agents, *self.action_space.shape)
+        shapes = {**dict.fromkeys(types, ()), **numbers, "action": action_shape}
         self._rollout = {
             name: torch.zeros(
                 horizon, self.args.num_envs, *shapes[name], dtype=dtype, device=self.device
@@ -701,9 +712,8 @@ class Workers:
             except ValueError as error:  # an environment refuses a NaN, which has a cause here
                 failure = error
         else:
-            _copy_weights(self._agent, self._shared_agent)
-            for child in self._children:
-                child.ask("collect")
+            if not self._asked:
+                self._ask_children()
             for index, child in enumerate(self._children):
                 try:
                     child.answer()
@@ -711,12 +721,21 @@ class Workers:
                     failure = UserError(f"worker {index} {error}")
             for name, tensor in self._rollout.items():
                 tensor.copy_(self._shared[name])
+            self._asked = False
+            if self._ahead and failure is None:
+                self._ask_children()
         self._run.check_rollout(self._rollout)
         if isinstance(failure, UserError):
             self._run._fail(failure)
         if failure is not None:
             raise failure
         return self._rollout
+
+    def _ask_children(self) -> None:
+        _copy_weights(self._agent, self._shared_agent)
+        for child in self._children:
+            child.ask("collect")
+        self._asked = True
 
     def state_dict(self) -> dict[str, Any]:
         in_process = not self.args.num_workers and self.device.type == "cpu"
@@ -801,6 +820,8 @@ def score(
 ) -> tuple[float, float, float, list[float]]:
     """Play one episode in each env -> mean and std of the return, mean length, all returns."""
     obs, _ = envs.reset(seed=seed)
+    if hasattr(agent, "start_episodes"):  # an agent that remembers
+        agent.start_episodes()
     running = torch.ones(envs.num_envs, dtype=torch.bool)
     returns, lengths = torch.zeros(envs.num_envs), torch.zeros(envs.num_envs)
     for _ in range(min(envs.max_episode_steps, LONGEST_EVALUATION)):
@@ -835,7 +856,7 @@ class ReplayBuffer:
         discount: float = 0.99, prioritized: bool = False, priority_exponent: float = 0.6,
         importance_exponent: float = 0.4,
     ):  # fmt: skip
-        horizon, self.num_envs = rollout["reward"].shape
+        horizon, self.num_envs = rollout["done"].shape
         self.capacity_rows = -(-capacity // self.num_envs)
         size, least = self.capacity_rows * self.num_envs, max(horizon, n_step) * self.num_envs
         if size < least:

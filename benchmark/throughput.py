@@ -48,13 +48,13 @@ class Options:
     """Measure, write results/throughput.csv and throughput.png, print a table."""
 
     sections: list[str] = field(
-        default_factory=lambda: ["env", "training", "chasing", "hterm", "sac"]
+        default_factory=lambda: ["env", "training", "dqn", "chasing", "hterm", "sac"]
     )
     """what to measure; the other sections keep their rows"""
     rounds: int = 5
     """turns of each contender"""
     seconds: float = 3.0
-    """length of a turn (training: about ten times that)"""
+    """length of a turn (training: about ten times that, dqn: four times)"""
     results: Path = RESULTS
     """folder of the CSV and the figure"""
     table: bool = False
@@ -174,18 +174,22 @@ print("steps/s", (model.num_timesteps - before) / (time.perf_counter() - start))
 """
 
 
+def training_speed(script: str, *flags: str) -> float:
+    """The steps per second that a script itself reports, without evaluations in between."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, ROOT / "algos" / script, "--eval-every", "0"]
+        command += ["--eval-episodes", "1", "--run-dir", f"{folder}/run", *flags]
+        subprocess.run(command, check=True, capture_output=True)
+        rows = (Path(folder) / "run" / "metrics.csv").read_text().splitlines()
+        return float([row for row in rows if ",charts/SPS," in row][-1].split(",")[3])
+
+
 def training(options: Options) -> Iterator[tuple[str, str, Contenders]]:
     """PPO, collection and update: `python algos/ppo.py --env ENV` against Stable-Baselines3's."""
     length = 10 * options.seconds
 
     def crane(name: str) -> float:
-        with tempfile.TemporaryDirectory() as folder:
-            command = [sys.executable, ROOT / "algos" / "ppo.py", "--env", name, "--eval-every"]
-            command += ["0", "--eval-episodes", "1", "--run-dir", f"{folder}/run"]
-            command += ["--total-steps", str(int(8000 * length))]
-            subprocess.run(command, check=True, capture_output=True)
-            rows = (Path(folder) / "run" / "metrics.csv").read_text().splitlines()
-            return float([row for row in rows if ",charts/SPS," in row][-1].split(",")[3])
+        return training_speed("ppo.py", "--env", name, "--total-steps", str(int(8000 * length)))
 
     def stable_baselines(name: str, num_envs: int) -> float:
         steps = max(1, round(1700 * length / (2048 * num_envs))) * 2048 * num_envs
@@ -209,6 +213,84 @@ def training(options: Options) -> Iterator[tuple[str, str, Contenders]]:
                 ),
             },
         )
+
+
+STABLE_BASELINES_DQN = """
+import sys, time
+import torch
+from stable_baselines3 import DQN
+from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.env_util import make_vec_env
+num_envs, gradient_steps, threads, steps = map(int, sys.argv[1:])
+if threads:
+    torch.set_num_threads(threads)
+class Clock(BaseCallback):
+    def _on_step(self):
+        if self.num_timesteps <= 2000:  # learning began at 1000
+            self.start, self.before = time.perf_counter(), self.num_timesteps
+        return True
+clock = Clock()
+model = DQN(
+    "MlpPolicy", make_vec_env("CartPole-v1", num_envs), train_freq=10, batch_size=128,
+    gradient_steps=gradient_steps, buffer_size=10_000, learning_starts=1000,
+    policy_kwargs={"net_arch": [128, 128]}, exploration_final_eps=0.05, device="cpu",
+)
+model.learn(steps, callback=clock)
+print("steps/s", (model.num_timesteps - clock.before) / (time.perf_counter() - clock.start))
+"""
+
+
+def dqn(options: Options) -> Iterator[tuple[str, str, Contenders]]:
+    """DQN at CleanRL's settings on the same Gymnasium environment, two layers of 128.
+
+    Stable-Baselines3 counts a step of all environments as one of the ten between two updates.
+    """
+
+    def crane(num_envs: int, every: int, speed: int) -> float:
+        flags = f"--env CartPole-v1 --num-envs {num_envs} --horizon {10 if num_envs == 1 else 1} "
+        flags += f"--utd-ratio {1 / every} --batch-size 128 --buffer-size 10000 --polyak 1 "
+        flags += f"--target-every 50 --warmup-steps 1000 --total-steps {speed * length}"
+        return training_speed("dqn.py", *flags.split())
+
+    def stable_baselines(num_envs: int, gradient_steps: int, threads: int, speed: int) -> float:
+        numbers = map(str, (num_envs, gradient_steps, threads, int(speed * length)))
+        command = [sys.executable, "-c", STABLE_BASELINES_DQN, *numbers]
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
+        return float(re.search(r"steps/s (\S+)", done.stdout)[1])
+
+    length = round(5 * options.seconds)
+    yield (
+        "DQN, 1 environment, an update every 10 steps",
+        "training steps/s",
+        {
+            "CraneRL dqn.py": lambda: crane(1, 10, 6000),
+            "Stable-Baselines3 DQN, 1 thread": lambda: stable_baselines(1, 1, 1, 3000),
+            "Stable-Baselines3 DQN, its own threads": lambda: stable_baselines(1, 1, 0, 1000),
+        },
+    )
+    yield (
+        "DQN, 64 environments, an update every 10 steps of them all",
+        "training steps/s",
+        {
+            "CraneRL dqn.py": lambda: crane(64, 640, 60_000),
+            "Stable-Baselines3 DQN, 64 environments, 1 thread": lambda: stable_baselines(
+                64, 1, 1, 30_000
+            ),
+            "Stable-Baselines3 DQN, 1 environment, 1 thread": lambda: stable_baselines(
+                1, 1, 1, 3000
+            ),
+        },
+    )
+    yield (
+        "DQN, 64 environments, an update every 10 transitions",
+        "training steps/s",
+        {
+            "CraneRL dqn.py": lambda: crane(64, 10, 15_000),
+            "Stable-Baselines3 DQN, 64 environments, 1 thread": lambda: stable_baselines(
+                64, 64, 1, 5000
+            ),
+        },
+    )
 
 
 class LoopingChasing(Chasing):
@@ -386,7 +468,10 @@ def sac(options: Options) -> Iterator[tuple[str, str, Contenders]]:
     yield "SAC updates", "updates/s", turns
 
 
-SECTIONS = {"env": env, "training": training, "chasing": chasing, "hterm": hterm, "sac": sac}
+SECTIONS = {
+    **{"env": env, "training": training, "dqn": dqn, "chasing": chasing, "hterm": hterm},
+    "sac": sac,
+}
 
 
 # Measuring and showing.

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vec_envs import NAMES, make
 
 CLASSIC = [name for name, module in NAMES.items() if module == "classic"]
+PARTICLES = ["Spread", "SpeakerListener", "SpreadContinuous", "SpeakerListenerContinuous"]
 OPTIONS = [
     ("CartPole", {"sutton_barto_reward": True}),
     ("Pendulum", {"g": 9.81}),
@@ -253,7 +254,7 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = function.name().split("::")[1].split(".")[0]
-        boolean_index = name.startswith("index") and any(
+        boolean_index = name in ("index", "index_put", "index_put_") and any(
             torch.is_tensor(index) and index.dtype == torch.bool for index in args[1] or ()
         )
         if boolean_index or name in (
@@ -266,13 +267,15 @@ class Watch(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("name", [*CLASSIC, "Chasing"])
+@pytest.mark.parametrize("name", [*CLASSIC, "Chasing", *PARTICLES])
 def test_no_step_looks_into_its_data(name):
     """What a CUDA graph cannot capture shows on a CPU too."""
     env = make(name, 3)
+    env.xp = torch  # of the classic ones, as on a GPU
     env.reset()
-    shape = (3, *env.single_action_space.shape)
-    action = torch.zeros(shape, dtype=torch.from_numpy(env.action_space.sample()).dtype)
+    action = torch.zeros(
+        env.action_space.shape, dtype=torch.from_numpy(env.action_space.sample()).dtype
+    )
     mask = torch.tensor([True, False, True])
     with Watch() as watch:
         env._simulate(action)
@@ -289,6 +292,7 @@ def test_single_precision_as_on_a_gpu(name, monkeypatch):
     double = make(name, NUM_ENVS, seed=0)
     monkeypatch.setattr(type(double), "cpu_dtype", torch.float32)
     single = make(name, NUM_ENVS, seed=0)
+    single.xp = torch
     double.reset()
     single.reset()
     single.state = double.state.float()

@@ -495,17 +495,21 @@ def test_workers_are_reproducible(tmp_path):
     assert returns[0] != returns[1]
 
 
-def test_workers_follow_the_learner():
+@pytest.mark.parametrize("ahead", [False, True])
+def test_workers_follow_the_learner(ahead):
+    """At once, or one rollout behind, which they collect while the learner learns."""
     args = ppo.Args(env="CartPole", num_envs=2, num_workers=1)
     run = SimpleNamespace(args=args, device=torch.device("cpu"), check_rollout=lambda rollout: None)
-    workers = Workers(run, ppo.collect)
+    workers = Workers(run, ppo.collect, ahead=ahead)
     agent = ppo.Agent(workers.observation_space, workers.action_space, args)
     workers.start(agent, horizon=8)
     try:
-        for action in (0, 1, 0):
+        taken, wanted = [], [0, 1, 0, 0, 1]
+        for action in wanted:
             agent.actor[-1].bias.data = torch.tensor([100.0, 0.0]).roll(action)
             rollout = workers.collect()
-            assert (rollout["action"] == action).all()
+            taken.append(rollout["action"].unique().item())
+        assert taken == ([wanted[0], *wanted[:-1]] if ahead else wanted)
     finally:
         workers.close()
 

@@ -12,15 +12,31 @@ from algos.worker_learner import parse
 
 ALGOS = Path(__file__).parent.parent / "algos"
 SCRIPTS = ["a2c", "ppo", "ppo_hterm", "ppo_hterm_variants"]
-CONTINUOUS = ["ddpg", "td3", "sac"]
+CONTINUOUS = ["ddpg", "td3", "sac", "redq", "mod_sac", "crossq"]
+DISCRETE = ["pqn", "dqn", "d3qn", "sac_discrete"]  # a choice among a few actions
+MULTI_AGENT = ["mappo", "vdn", "qmix", "maddpg", "matd3"]
+RUNS = [(script, env) for script in SCRIPTS for env in ("CartPole", "Pendulum")]
+RUNS += [(script, "Pendulum") for script in CONTINUOUS]
+RUNS += [(script, "CartPole") for script in DISCRETE]
+RUNS += [(script, "Spread") for script in MULTI_AGENT]
 
 # parent, child: the definitions that may differ; any other that both have must be the same text
 PAIRS = {
     ("a2c", "ppo"): {"Args", "policy_loss", "value_loss", "prepare", "update", "train"},
     ("ppo", "ppo_hterm"): {"Args", "Agent", "update", "train"},
+    ("pqn", "dqn"): {"Args", "QNetwork", "q_loss", "update", "train"},
+    ("dqn", "d3qn"): {"Args", "QNetwork", "td_target", "q_loss", "update", "train"},
+    ("dqn", "sac_discrete"): {"Args", "Agent", "collect", "update", "train"},
     ("ppo", "ppo_hterm_variants"): {"Args", "prepare", "update", "train"},
     ("ddpg", "td3"): {"Args", "Agent", "collect", "critic_loss", "actor_loss", "update", "train"},
     ("td3", "sac"): {"Args", "Agent", "critic_loss", "actor_loss", "update", "train"},
+    ("ppo", "mappo"): {
+        *{"Args", "Agent", "collect", "policy_loss", "value_loss", "prepare", "minibatch_loss"},
+        *{"update", "train"},
+    },
+    ("ppo", "vdn"): {"Args", "Agent", "collect", "update", "train"},
+    ("vdn", "qmix"): {"Args", "Agent", "collect", "td_target", "td_loss", "train"},
+    ("maddpg", "matd3"): {"Args", "Agent", "critic_loss", "actor_loss", "update"},
 }
 
 
@@ -40,7 +56,7 @@ def test_siblings_have_not_drifted_apart(parent, child):
     assert drifted == PAIRS[parent, child]
 
 
-@pytest.mark.parametrize("script", [*SCRIPTS, *CONTINUOUS, "play"])
+@pytest.mark.parametrize("script", [*SCRIPTS, *CONTINUOUS, *DISCRETE, *MULTI_AGENT, "play"])
 def test_help(script):
     command = [sys.executable, ALGOS / f"{script}.py", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
@@ -48,11 +64,7 @@ def test_help(script):
     assert "usage" in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("script", "env"),
-    [(script, env) for script in SCRIPTS for env in ("CartPole", "Pendulum")]
-    + [(script, "Pendulum") for script in CONTINUOUS],
-)
+@pytest.mark.parametrize(("script", "env"), RUNS)
 def test_short_run(script, env, tmp_path):
     command = [sys.executable, ALGOS / f"{script}.py", "--env", env, "--num-envs", "4"]
     command += ["--horizon", "16", "--total-steps", "500", "--run-dir", tmp_path / "run"]

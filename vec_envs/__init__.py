@@ -18,6 +18,8 @@ NAMES = {
         ("CartPole", "Pendulum", "Acrobot", "MountainCar", "MountainCarContinuous"), "classic"
     ),
     "Chasing": "chasing",
+    **dict.fromkeys(("Spread", "SpeakerListener"), "particles"),
+    **dict.fromkeys(("SpreadContinuous", "SpeakerListenerContinuous"), "particles"),
 }
 
 
@@ -31,8 +33,9 @@ def make(
 ) -> VecEnv:
     """`num_envs` copies of the environment `name` as one batched env.
 
-    `name` is one of `NAMES`, any Gymnasium id ("LunarLander-v3"), or "package:Id-v0" for an id
-    that a package registers when it is imported. `env_threads` is how many threads step MuJoCo on a
+    `name` is one of `NAMES`, any Gymnasium id ("LunarLander-v3"), "package:Id-v0" for an id
+    that a package registers when it is imported, or "pettingzoo:package.module" for a parallel
+    environment of PettingZoo. `env_threads` is how many threads step MuJoCo on a
     CPU (0: one a core). `options` are the environment's own keyword arguments.
     ValueError: unknown name or option.
     """
@@ -49,6 +52,11 @@ def make(
         nearest = difflib.get_close_matches(name.lower(), by_lower_case, n=4, cutoff=0.5)
         hint = ", ".join(by_lower_case[match] for match in nearest) or ", ".join(NAMES)
         raise ValueError(f"unknown environment {name!r}; the nearest names are {hint}")
-    from vec_envs.gym import GymEnv
+    from vec_envs.gym import PETTINGZOO, GymEnv, MultiAgentGymEnv, SeveralAgents
 
-    return GymEnv(name, num_envs, device=device, seed=seed, **options)
+    if not name.startswith(PETTINGZOO):
+        try:
+            return GymEnv(name, num_envs, device=device, seed=seed, **options)
+        except SeveralAgents:
+            pass
+    return MultiAgentGymEnv(name, num_envs, device=device, seed=seed, **options)

@@ -6,12 +6,15 @@ arguments. The random numbers are this project's own, so equal means: from the s
 actions have the same consequences.
 
 The whole simulator state of an env is one row of `state` (N, state_dim): float64 on a CPU, as in
-Gymnasium (float32 where Gymnasium rounds to it), and float32 on a GPU.
+Gymnasium (float32 where Gymnasium rounds to it), and float32 on a GPU. The equations are written
+for arrays of `xp`, which is NumPy on a CPU, whose calls on a few numbers take a third of torch's
+time, and torch on a GPU.
 
 Source: gymnasium/envs/classic_control/*.py, Farama Foundation, MIT licence.
 """
 
 import math
+from typing import Any
 
 import gymnasium
 import numpy as np
@@ -21,9 +24,14 @@ from torch import Tensor
 
 from vec_envs.core import VecEnv
 
+Array = Any  # of NumPy or torch, whichever `xp` is
+
 
 class ClassicEnv(VecEnv):
-    """What the five have in common: a state of one row per env, and Gymnasium as the painter."""
+    """What the five have in common: a state of one row per env, and Gymnasium as the painter.
+
+    Each writes `_initial_state` and `_advance`, and `_observe` where it is not the state.
+    """
 
     state_names = ("state",)
     gymnasium_id: str
@@ -48,12 +56,27 @@ class ClassicEnv(VecEnv):
             single_action_space,
             max_episode_steps,
         )
-        self.dtype = self.cpu_dtype if self.device.type == "cpu" else torch.float32
+        on_cpu = self.device.type == "cpu"
+        self.dtype = self.cpu_dtype if on_cpu else torch.float32
+        self.xp = np if on_cpu else torch
         self.state = torch.zeros(num_envs, state_dim, dtype=self.dtype, device=self.device)
 
     def _initial_state(self) -> Tensor:
         """A fresh first state for every env -> (N, state_dim)."""
         raise NotImplementedError
+
+    def _advance(self, state: Array, action: Array) -> tuple[tuple[Array, ...], Array, Array]:
+        """One step from the columns of the state -> new columns, reward, terminated, (N,) each."""
+        raise NotImplementedError
+
+    def _simulate(self, action: Tensor) -> tuple[Tensor, Tensor]:
+        if self.xp is torch:
+            columns, reward, terminated = self._advance(self.state.T, action)
+            self.state = torch.stack(columns, 1)
+            return reward, terminated
+        columns, reward, terminated = self._advance(self.state.numpy().T, action.numpy())
+        self.state = torch.from_numpy(np.stack(columns, 1))
+        return torch.from_numpy(reward), torch.from_numpy(terminated)
 
     def _restart(self, mask: Tensor) -> None:
         # Drawn for all, used by a few: the number of draws must not depend on who is done.
@@ -119,15 +142,15 @@ class CartPole(ClassicEnv):
     def _initial_state(self) -> Tensor:
         return self.uniform(-0.05, 0.05, 4, dtype=self.dtype)
 
-    def _simulate(self, action: Tensor) -> tuple[Tensor, Tensor]:
-        x, x_dot, theta, theta_dot = self.state.unbind(1)  # (N,) each
-        sin, cos = theta.sin(), theta.cos()
+    def _advance(self, state: Array, action: Array) -> tuple[tuple[Array, ...], Array, Array]:
+        xp, (x, x_dot, theta, theta_dot) = self.xp, state
+        sin, cos = xp.sin(theta), xp.cos(theta)
         total_mass = self.cart_mass + self.pole_mass
         moment = self.pole_mass * self.half_length  # the pole's mass times its lever, kg m
 
         # θ̈ = (g sin θ − a cos θ) / (l (4/3 − m cos²θ / M)) and ẍ = a − m l θ̈ cos θ / M,
         # with a = (F + m l θ̇² sin θ) / M: the cart's acceleration but for the pole's reaction θ̈.
-        force = torch.where(action == 1, self.push, -self.push).to(self.dtype)
+        force = xp.where(action == 1, self.push, -self.push)
         bare_acc = (force + moment * theta_dot**2 * sin) / total_mass
         theta_acc = (self.gravity * sin - cos * bare_acc) / (
             self.half_length * (4.0 / 3.0 - self.pole_mass * cos**2 / total_mass)
@@ -137,12 +160,10 @@ class CartPole(ClassicEnv):
         # Explicit Euler: the positions move by the old velocities.
         x, x_dot = x + self.dt * x_dot, x_dot + self.dt * x_acc
         theta, theta_dot = theta + self.dt * theta_dot, theta_dot + self.dt * theta_acc
-        self.state = torch.stack((x, x_dot, theta, theta_dot), 1)
 
-        terminated = (x.abs() > self.max_x) | (theta.abs() > self.max_angle)
-        if self.sutton_barto_reward:
-            return torch.where(terminated, -1.0, 0.0), terminated
-        return torch.ones_like(x), terminated
+        terminated = (abs(x) > self.max_x) | (abs(theta) > self.max_angle)
+        reward = xp.where(terminated, -1.0, 0.0) if self.sutton_barto_reward else xp.ones_like(x)
+        return (x, x_dot, theta, theta_dot), reward, terminated
 
 
 class Pendulum(ClassicEnv):
@@ -179,21 +200,20 @@ class Pendulum(ClassicEnv):
         theta = self.uniform(-math.pi, math.pi, dtype=self.dtype)
         return torch.stack((theta, self.uniform(-1.0, 1.0, dtype=self.dtype)), 1)
 
-    def _simulate(self, action: Tensor) -> tuple[Tensor, Tensor]:
-        theta, theta_dot = self.state.unbind(1)  # (N,) each
+    def _advance(self, state: Array, action: Array) -> tuple[tuple[Array, ...], Array, Array]:
+        xp, (theta, theta_dot) = self.xp, state
         # The torque stays float32 until it meets the state, as in Gymnasium.
-        torque = action.float().squeeze(1).clamp(-self.max_torque, self.max_torque)
+        torque = xp.asarray(action[:, 0], dtype=xp.float32).clip(-self.max_torque, self.max_torque)
         angle = (theta + math.pi) % (2 * math.pi) - math.pi
         reward = -(angle**2 + 0.1 * theta_dot**2 + 0.001 * torque**2)
 
         # θ̈ = 3g/(2l) sin θ + 3/(ml²) u: a rod turning about its end. Semi-implicit Euler.
         theta_acc = (
-            3 * self.g / (2 * self.length) * theta.sin()
+            3 * self.g / (2 * self.length) * xp.sin(theta)
             + 3.0 / (self.mass * self.length**2) * torque
         )
-        theta_dot = (theta_dot + theta_acc * self.dt).clamp(-self.max_speed, self.max_speed)
-        self.state = torch.stack((theta + theta_dot * self.dt, theta_dot), 1)
-        return reward, torch.zeros_like(theta, dtype=torch.bool)
+        theta_dot = (theta_dot + theta_acc * self.dt).clip(-self.max_speed, self.max_speed)
+        return (theta + theta_dot * self.dt, theta_dot), reward, xp.zeros_like(theta) > 0
 
     def _observe(self) -> Tensor:
         theta, theta_dot = self.state.unbind(1)
@@ -236,12 +256,12 @@ class Acrobot(ClassicEnv):
     def _initial_state(self) -> Tensor:
         return self.uniform(-0.1, 0.1, 4, dtype=self.dtype)
 
-    def _derivative(self, state: Tensor, torque: Tensor) -> Tensor:
-        """d state / dt (N, 4) under the torque (N,) on the middle joint."""
-        theta_1, theta_2, speed_1, speed_2 = state.unbind(1)
+    def _derivative(self, state: Array, torque: Array) -> Array:
+        """d state / dt (4, N) under the torque (N,) on the middle joint."""
+        xp, (theta_1, theta_2, speed_1, speed_2) = self.xp, state
         m_1, m_2, g = self.mass_1, self.mass_2, self.gravity
         l_1, c_1, c_2 = self.length_1, self.center_1, self.center_2
-        sin_2, cos_2 = theta_2.sin(), theta_2.cos()
+        sin_2, cos_2 = xp.sin(theta_2), xp.cos(theta_2)
 
         # The two equations of motion, of the shoulder (no torque) and of the middle joint (τ):
         #   d₁ θ̈₁ + d₂ θ̈₂ + φ₁ = 0
@@ -254,35 +274,33 @@ class Acrobot(ClassicEnv):
             + self.inertia_2
         )
         d_2 = m_2 * (c_2**2 + l_1 * c_2 * cos_2) + self.inertia_2
-        phi_2 = m_2 * c_2 * g * (theta_1 + theta_2 - math.pi / 2).cos()
+        phi_2 = m_2 * c_2 * g * xp.cos(theta_1 + theta_2 - math.pi / 2)
         phi_1 = (
             -m_2 * l_1 * c_2 * speed_2**2 * sin_2
             - 2 * m_2 * l_1 * c_2 * speed_2 * speed_1 * sin_2
-            + (m_1 * c_1 + m_2 * l_1) * g * (theta_1 - math.pi / 2).cos()
+            + (m_1 * c_1 + m_2 * l_1) * g * xp.cos(theta_1 - math.pi / 2)
             + phi_2
         )
         acceleration_2 = (
             torque + d_2 / d_1 * phi_1 - m_2 * l_1 * c_2 * speed_1**2 * sin_2 - phi_2
         ) / (m_2 * c_2**2 + self.inertia_2 - d_2**2 / d_1)
         acceleration_1 = -(d_2 * acceleration_2 + phi_1) / d_1
-        return torch.stack((speed_1, speed_2, acceleration_1, acceleration_2), 1)
+        return xp.stack((speed_1, speed_2, acceleration_1, acceleration_2))
 
-    def _simulate(self, action: Tensor) -> tuple[Tensor, Tensor]:
-        torque = action.to(self.dtype) - 1  # (N,); cast first, an unsigned 0 has no predecessor
+    def _advance(self, state: Array, action: Array) -> tuple[tuple[Array, ...], Array, Array]:
+        xp, torque = self.xp, action - 1.0  # a float: an unsigned 0 has no predecessor
         # One step of the classical Runge-Kutta method of fourth order.
-        k_1 = self._derivative(self.state, torque)
-        k_2 = self._derivative(self.state + self.dt / 2 * k_1, torque)
-        k_3 = self._derivative(self.state + self.dt / 2 * k_2, torque)
-        k_4 = self._derivative(self.state + self.dt * k_3, torque)
-        state = self.state + self.dt / 6 * (k_1 + 2 * k_2 + 2 * k_3 + k_4)
+        k_1 = self._derivative(state, torque)
+        k_2 = self._derivative(state + self.dt / 2 * k_1, torque)
+        k_3 = self._derivative(state + self.dt / 2 * k_2, torque)
+        k_4 = self._derivative(state + self.dt * k_3, torque)
+        theta_1, theta_2, speed_1, speed_2 = state + self.dt / 6 * (k_1 + 2 * k_2 + 2 * k_3 + k_4)
 
-        theta_1, theta_2 = wrap(state[:, 0]), wrap(state[:, 1])
-        speed_1 = state[:, 2].clamp(-self.max_speed_1, self.max_speed_1)
-        speed_2 = state[:, 3].clamp(-self.max_speed_2, self.max_speed_2)
-        self.state = torch.stack((theta_1, theta_2, speed_1, speed_2), 1)
-
-        terminated = -theta_1.cos() - (theta_2 + theta_1).cos() > 1.0
-        return torch.where(terminated, 0.0, -1.0), terminated
+        theta_1, theta_2 = wrap(theta_1), wrap(theta_2)
+        speed_1 = speed_1.clip(-self.max_speed_1, self.max_speed_1)
+        speed_2 = speed_2.clip(-self.max_speed_2, self.max_speed_2)
+        terminated = -xp.cos(theta_1) - xp.cos(theta_2 + theta_1) > 1.0
+        return (theta_1, theta_2, speed_1, speed_2), xp.where(terminated, 0.0, -1.0), terminated
 
     def _observe(self) -> Tensor:
         theta_1, theta_2, speed_1, speed_2 = self.state.unbind(1)
@@ -290,7 +308,7 @@ class Acrobot(ClassicEnv):
         return torch.stack(parts, 1).float()  # (N, 6)
 
 
-def wrap(angle: Tensor) -> Tensor:
+def wrap(angle: Array) -> Array:
     """`angle` less its whole turns; within ±π it is not touched, not even by rounding."""
     return angle - 2 * math.pi * (angle / (2 * math.pi)).round()
 
@@ -337,23 +355,24 @@ class MountainCar(ClassicEnv):
         position = self.uniform(-0.6, -0.4, dtype=self.dtype)
         return torch.stack((position, torch.zeros_like(position)), 1)
 
-    def _drive(self, throttle: Tensor) -> Tensor:
-        """One step with `throttle` (N,) in [−1, 1] -> terminated (N,)."""
-        position, velocity = self.state.unbind(1)
+    def _drive(self, state: Array, throttle: Array) -> tuple[tuple[Array, Array], Array]:
+        """One step with `throttle` (N,) in [−1, 1] -> columns of the state, terminated (N,)."""
+        xp, (position, velocity) = self.xp, state
         # v ← v + power · throttle − gravity · cos 3x, then x ← x + v; the hill's height is sin 3x.
         # The cosine in double precision, as Gymnasium takes it even where all else is float32.
-        slope = (self.gravity * (3 * position).double().cos()).to(self.dtype)
+        slope = self.gravity * xp.cos(xp.asarray(3 * position, dtype=xp.float64))
+        slope = xp.asarray(slope, dtype=position.dtype)
         velocity = velocity + (throttle * self.power - slope)
-        velocity = velocity.clamp(-self.max_speed, self.max_speed)
-        position = (position + velocity).clamp(self.min_position, self.max_position)
+        velocity = velocity.clip(-self.max_speed, self.max_speed)
+        position = (position + velocity).clip(self.min_position, self.max_position)
         # The wall on the left stops the car, without bouncing.
-        velocity = torch.where((position == self.min_position) & (velocity < 0), 0.0, velocity)
-        self.state = torch.stack((position, velocity), 1)
-        return (position >= self.goal_position) & (velocity >= self.goal_velocity)
+        velocity = xp.where((position == self.min_position) & (velocity < 0), 0.0, velocity)
+        terminated = (position >= self.goal_position) & (velocity >= self.goal_velocity)
+        return (position, velocity), terminated
 
-    def _simulate(self, action: Tensor) -> tuple[Tensor, Tensor]:
-        terminated = self._drive(action.to(self.dtype) - 1)
-        return torch.full_like(terminated, -1.0, dtype=torch.float32), terminated
+    def _advance(self, state: Array, action: Array) -> tuple[tuple[Array, ...], Array, Array]:
+        columns, terminated = self._drive(state, action - 1.0)
+        return columns, -self.xp.ones_like(columns[0]), terminated
 
 
 class MountainCarContinuous(MountainCar):
@@ -372,7 +391,8 @@ class MountainCarContinuous(MountainCar):
     continuous = True
     cpu_dtype = torch.float32  # Gymnasium rounds this one's state to float32 after every step
 
-    def _simulate(self, action: Tensor) -> tuple[Tensor, Tensor]:
-        action = action.float().squeeze(1)  # (N,)
-        terminated = self._drive(action.clamp(-1.0, 1.0))
-        return torch.where(terminated, 100.0, 0.0) - 0.1 * action**2, terminated
+    def _advance(self, state: Array, action: Array) -> tuple[tuple[Array, ...], Array, Array]:
+        xp = self.xp
+        action = xp.asarray(action[:, 0], dtype=xp.float32)
+        columns, terminated = self._drive(state, action.clip(-1.0, 1.0))
+        return columns, xp.where(terminated, 100.0, 0.0) - 0.1 * action**2, terminated

@@ -24,12 +24,30 @@ data say, so that on a GPU a step has no host synchronisation and fits in a CUDA
     _restart(mask)      draw a new initial state where mask (N,) is true
     _simulate(action)   advance every env one step -> reward (N,), terminated (N,)
     _observe()          the present observation -> (N, obs_dim)
+
+**Several agents in one world** (`MultiAgentVecEnv`; `particles.py`). The agents' axis is second:
+obs (N, A, obs_dim), action (N, A) or (N, A, act_dim), reward (N, A). An episode is everybody's:
+terminated, truncated and the statistics stay (N,); `episode_return` sums over the agents.
+
+- `num_agents` is A (None for a single agent); `single_observation_space` and
+  `single_action_space` are those of one agent, large enough for each. Agents that need less are
+  padded: `obs_mask` (A, obs_dim) marks the entries that are an agent's own, the others are zero;
+  `action_mask` (A, n) or (A, act_dim) marks its own actions, or entries of its action. A padded
+  entry has no effect; a padded Discrete action is an error.
+- `state` (N, state_dim) is what a centralised critic may see while training: all observations side
+  by side without the padding, or what the environment itself calls its state;
+  `info["final_state"]` is to it what `final_obs` is to `obs`.
+- `alive` (N, A): false once an agent has left an episode that others go on with. Its observation
+  is zero then, its reward 0, its action ignored.
+- `available_in_obs`: if true, the last n entries of each observation say which of the n actions are
+  allowed now (1) or not (0), so that whatever carries an observation carries its mask.
 """
 
 import os
 from typing import Any
 
 import gymnasium
+import numpy as np
 import torch
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
@@ -53,6 +71,7 @@ class VecEnv(VectorEnv):
     metadata = {"autoreset_mode": AutoresetMode.SAME_STEP, "render_modes": ["rgb_array"]}
     state_names: tuple[str, ...] = ()
     exact_resume = True  # `state_dict` holds everything (not so for Gymnasium's own envs)
+    num_agents: int | None = None  # one agent, and no axis for it
 
     def __init__(
         self,
@@ -114,14 +133,15 @@ class VecEnv(VectorEnv):
         reward, terminated = self._simulate(self.check_action(action))
         reward = reward.float()
         final_obs = self._observe()
-        returns = self._returns + reward
+        returns = self._returns + (reward if self.num_agents is None else reward.sum(1))
         lengths = self._lengths + 1
         truncated = lengths >= self.max_episode_steps
         done = terminated | truncated
         # Asking "is anyone done?" is free on a CPU and a stall on a GPU: there, always restart.
         if self.device.type != "cpu" or bool(done.any()):
             self._restart(done)
-            self.obs = torch.where(done.unsqueeze(-1), self._observe(), final_obs)
+            ended = done.view(-1, *[1] * (final_obs.dim() - 1))
+            self.obs = torch.where(ended, self._observe(), final_obs)
             self._returns = torch.where(done, 0.0, returns)
             self._lengths = torch.where(done, 0, lengths)
         else:
@@ -133,7 +153,8 @@ class VecEnv(VectorEnv):
         """`action` as a tensor on the device; ValueError if it cannot be an action."""
         action = torch.as_tensor(action, device=self.device)
         space = self.single_action_space
-        expected = (self.num_envs, *space.shape)
+        agents = () if self.num_agents is None else (self.num_agents,)
+        expected = (self.num_envs, *agents, *space.shape)
         if action.shape != expected:
             raise ValueError(
                 f"{self.name}: the action has shape {tuple(action.shape)}, expected {expected}"
@@ -143,15 +164,14 @@ class VecEnv(VectorEnv):
                 raise ValueError(
                     f"{self.name}: the action has type {action.dtype}, expected integers"
                 )
-            wrong = (action < 0) | (action >= space.n)
+            allowable = (action >= 0) & (action < space.n)
             allowed = f"0 to {space.n - 1}"
         else:
-            wrong = ~torch.isfinite(action)
+            allowable = torch.isfinite(action)
             allowed = "finite numbers"
-        if self.device.type == "cpu" and bool(
-            wrong.any()
-        ):  # on a GPU the look would stall every step
-            index = tuple(wrong.nonzero()[0].tolist())
+        # on a GPU the look would stall every step
+        if self.device.type == "cpu" and not allowable.all():
+            index = tuple((~allowable).nonzero()[0].tolist())
             raise ValueError(
                 f"{self.name}: the action at index {index} is {action[index].item()}, "
                 f"allowed are {allowed}"
@@ -190,3 +210,90 @@ class VecEnv(VectorEnv):
             self.num_envs, *shape, generator=self.generator, device=self.device, dtype=dtype
         )
         return low + (high - low) * draw
+
+
+class MultiAgentVecEnv(VecEnv):
+    """`num_envs` copies of one world with several agents; see the contract above.
+
+    `observation_spaces` are flat Boxes, `action_spaces` all Discrete or all flat Boxes, one an
+    agent. The three methods of a subclass are those of `VecEnv`, with the agents' axis in what they
+    take and give: _simulate(action) -> reward (N, A), terminated (N,); _observe() -> padded, and
+    with `available_in_obs`, for Discrete actions, the mask of available actions as its last n.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        num_envs: int,
+        device: torch.device | str,
+        seed: int,
+        observation_spaces: list[gymnasium.spaces.Box],
+        action_spaces: list[gymnasium.spaces.Box] | list[gymnasium.spaces.Discrete],
+        max_episode_steps: int,
+        available_in_obs: bool = False,
+    ):
+        obs_space, obs_mask = _padded(observation_spaces)
+        action_space, action_mask = _padded(action_spaces)
+        self.available_in_obs = available_in_obs
+        if available_in_obs:
+            low, high = (np.pad(b, (0, action_space.n)) for b in (obs_space.low, obs_space.high))
+            high[-action_space.n :] = 1.0
+            obs_space, obs_mask = (
+                gymnasium.spaces.Box(low, high),
+                torch.cat((obs_mask, action_mask), 1),
+            )
+        super().__init__(name, num_envs, device, seed, obs_space, action_space, max_episode_steps)
+        self.num_agents = len(obs_mask)
+        self.observation_space = batch_space(batch_space(obs_space, self.num_agents), num_envs)
+        self.action_space = batch_space(batch_space(action_space, self.num_agents), num_envs)
+        self.obs_mask, self.action_mask = obs_mask.to(self.device), action_mask.to(self.device)
+        self.alive = torch.ones(num_envs, self.num_agents, dtype=torch.bool, device=self.device)
+        self._own_entries = self.obs_mask.flatten().nonzero().squeeze(1)  # (state_dim,)
+
+    @property
+    def state(self) -> Tensor:
+        """What a centralised critic sees of the present -> (N, state_dim)."""
+        return self._state_of(self.obs)
+
+    @property
+    def state_dim(self) -> int:
+        return len(self._own_entries)
+
+    def _state_of(self, obs: Tensor) -> Tensor:
+        return obs.flatten(1).index_select(1, self._own_entries)
+
+    def step(self, action: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, dict[str, Any]]:
+        """As `VecEnv.step`, with reward (N, A), and `final_state` in info."""
+        *result, info = super().step(action)
+        info["final_state"] = self._state_of(info["final_obs"])
+        return *result, info
+
+    def check_action(self, action: Tensor) -> Tensor:
+        action = super().check_action(action)
+        if self.device.type != "cpu" or not isinstance(
+            self.single_action_space, gymnasium.spaces.Discrete
+        ):
+            return action
+        excess = action >= self.action_mask.sum(1)  # an agent's own actions come first
+        if excess.any():
+            env, agent = excess.nonzero()[0].tolist()
+            raise ValueError(
+                f"{self.name}: the action at index {(env, agent)} is {action[env, agent].item()}, "
+                f"allowed for this agent are 0 to {self.action_mask[agent].sum().item() - 1}"
+            )
+        return action
+
+
+def _padded(spaces: list) -> tuple[gymnasium.spaces.Space, Tensor]:
+    """A space large enough for each of `spaces`, and which entries are whose (A, size)."""
+    if isinstance(spaces[0], gymnasium.spaces.Discrete):
+        sizes = torch.tensor([int(space.n) for space in spaces])
+        padded = gymnasium.spaces.Discrete(int(sizes.max()))
+    else:
+        sizes = torch.tensor([space.shape[0] for space in spaces])
+        low, high = (
+            np.stack([np.pad(getattr(s, bound), (0, sizes.max() - s.shape[0])) for s in spaces])
+            for bound in ("low", "high")
+        )
+        padded = gymnasium.spaces.Box(low.min(0), high.max(0), dtype=np.float32)
+    return padded, torch.arange(int(sizes.max())) < sizes.unsqueeze(1)

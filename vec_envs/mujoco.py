@@ -21,6 +21,7 @@ they lag `qpos` by one substep. That is kept here, since equal means equal.
 
 import functools
 import warnings
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,6 +39,7 @@ from vec_envs.core import VecEnv, available_cores
 ASSETS = Path(gymnasium.__file__).parent / "envs" / "mujoco" / "assets"
 # The warnings after which MuJoCo has reset an unstable simulation by itself.
 UNSTABLE = slice(mujoco.mjtWarning.mjWARN_BADQPOS, mujoco.mjtWarning.mjWARN_BADQACC + 1)
+COMPLETE = mujoco.mjtState.mjSTATE_INTEGRATION  # with the solver's warm start
 EVERYTHING = slice(None)
 
 
@@ -66,14 +68,14 @@ class CSimulation:
             for name, views in self.views.items()
         }
         self.controls = [data.ctrl for data in self.data]
+        self.initial_state = self.state_of(self.data[0])
         self.warnings = [data.warning.number[UNSTABLE] for data in self.data]
         self.warning_counts = np.zeros((num_envs, 3), dtype=self.warnings[0].dtype)
 
     def step(self, control: Tensor) -> Tensor | None:
         """`frame_skip` substeps of all -> mask (N,) of those that went unstable, or None."""
-        for view, row in zip(self.controls, control.numpy(), strict=True):
-            view[:] = row
-        self._for_each(self._step_one, self.data)
+        queue = zip(self.data, self.controls, control.numpy(), strict=True)
+        self._for_each(self._step_one, queue, len(self.data))
         self._gather()
         np.concatenate(self.warnings, out=self.warning_counts.reshape(-1))
         if not self.warning_counts.any():
@@ -85,48 +87,54 @@ class CSimulation:
         chosen = mask.nonzero().squeeze(1).tolist()
         positions, velocities = qpos.numpy(), qvel.numpy()
 
-        def restart_one(index: int) -> None:
+        def restart_one(index: int) -> None:  # mj_resetData would also clear megabytes of scratch
             data = self.data[index]
-            mujoco.mj_resetData(self.model, data)
+            mujoco.mj_setState(self.model, data, self.initial_state, COMPLETE)
+            self.warnings[index][:] = 0
+            data.cfrc_ext[:] = 0
             data.qpos[:] = positions[index]
             data.qvel[:] = velocities[index]
             mujoco.mj_forward(self.model, data)
 
-        self._for_each(restart_one, chosen)
-        self._gather()
+        self._for_each(restart_one, zip(chosen, strict=True), len(chosen))
+        for name, views in self.views.items():
+            field = self.fields[name].numpy()
+            for index in chosen:
+                field[index] = views[index]
+
+    def state_of(self, data) -> np.ndarray:
+        state = np.zeros(mujoco.mj_stateSize(self.model, COMPLETE))
+        mujoco.mj_getState(self.model, data, state, COMPLETE)
+        return state
 
     def state_dict(self) -> dict[str, Tensor]:
-        kind = mujoco.mjtState.mjSTATE_INTEGRATION  # with the solver's warm start
-        physics = np.zeros((len(self.data), mujoco.mj_stateSize(self.model, kind)))
-        for data, row in zip(self.data, physics, strict=True):
-            mujoco.mj_getState(self.model, data, row, kind)
+        physics = np.stack([self.state_of(data) for data in self.data])
         return {
             "physics": torch.from_numpy(physics),
             **{k: v.clone() for k, v in self.fields.items()},
         }
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        kind = mujoco.mjtState.mjSTATE_INTEGRATION
         for data, row in zip(self.data, state["physics"].numpy(), strict=True):
             mujoco.mj_resetData(self.model, data)
-            mujoco.mj_setState(self.model, data, row, kind)
+            mujoco.mj_setState(self.model, data, row, COMPLETE)
         for name, field in self.fields.items():
             field.copy_(state[name])
 
-    def _step_one(self, data) -> None:
+    def _step_one(self, data, control: np.ndarray, row: np.ndarray) -> None:
+        control[:] = row
         mujoco.mj_step(self.model, data, self.frame_skip)
         if self.contact_forces:
             mujoco.mj_rnePostConstraint(self.model, data)
 
-    def _for_each(self, function, items: list) -> None:
-        """Call `function` on every item; the threads draw from one iterator, so none waits long."""
-        queue = iter(items)
+    def _for_each(self, function, queue: Iterator[tuple], length: int) -> None:
+        """Call `function` with every item; the threads share the queue, so none waits long."""
 
         def work() -> None:
             for item in queue:
-                function(item)
+                function(*item)
 
-        helpers = min(self.threads, len(items)) - 1
+        helpers = min(self.threads, length) - 1
         futures = [self.pool.submit(work) for _ in range(helpers)]
         work()
         for future in futures:
@@ -838,4 +846,4 @@ class Pusher(MujocoEnv):
 
 def _within(value: Tensor, bounds: tuple[float, float]) -> Tensor:
     low, high = bounds
-    return (low < value) & (value < high)
+    return low < value if high == float("inf") else (low < value) & (value < high)

@@ -1,0 +1,261 @@
+"""Deep Q-network (DQN): Q-learning from a replay buffer, towards a target network.
+
+Mnih et al. 2015, doi:10.1038/nature14236; double Q-learning: van Hasselt, Guez, Silver 2016,
+arXiv:1509.06461. Q is the network with weights θ, Q̄ its slow copy, the target network:
+
+    y    = r + γ (1 − terminated) Q̄(s', a'),   a' = argmax_a Q̄(s', a)
+                                          with --double-q argmax_a Q(s', a)
+    L(θ) = E[ h( Q(s, a) − y ) ],   h(δ) = ½ δ² where |δ| ≤ 1, else |δ| − ½
+
+    python algos/dqn.py --env CartPole            an environment of vec_envs
+    python algos/dqn.py --env LunarLander-v3      a Gymnasium id
+
+What makes it work, each where it stands:
+- `collect`: ε-greedy, ε annealed by the step; ε is a buffer of the agent, so worker processes see
+  it as well.
+- `td_target`: a truncated episode bootstraps from its true last observation, a terminated one does
+  not. With --n-step the reward is r_0 + γ r_1 + … of n steps, which an episode's end cuts short.
+- `update`: the gradient is clipped, and Q̄ follows: a little each time (θ̄ ← θ̄ + τ (θ − θ̄)), or all
+  the way every so often (--polyak 1 --target-every 500).
+- `train`: the number of updates follows the transitions collected, however many environments there
+  are. Mnih's rhythm, one environment and an update every fourth step, is --num-envs 1 --horizon 4
+  --utd-ratio 0.25.
+"""
+
+import copy
+from dataclasses import dataclass
+
+import gymnasium
+import torch
+from torch import Tensor, nn
+
+import vec_envs
+from algos.worker_learner import (
+    ReplayBuffer,
+    Result,
+    Run,
+    RunArgs,
+    UserError,
+    Workers,
+    flatten,
+    parse,
+)
+
+
+@dataclass
+class Args(RunArgs):
+    """DQN on any environment with discrete actions."""
+
+    env: str = "CartPole"
+    """environment: a name of vec_envs, a Gymnasium id, or package:Id-v0"""
+    num_envs: int = 8
+    """environments stepped together, all workers counted"""
+    horizon: int = 1
+    """steps of each environment between updates"""
+    utd_ratio: float = 0.25
+    """updates per transition collected"""
+    batch_size: int = 128
+    """transitions of one gradient step"""
+    buffer_size: int = 100_000
+    """transitions kept for replay"""
+    warmup_steps: int = 1000
+    """steps before the first update"""
+    n_step: int = 1
+    """rewards summed before Q̄ stands for the rest"""
+    learning_rate: float = 1e-3
+    """of Adam, annealed linearly to zero"""
+    discount: float = 0.99
+    """γ"""
+    double_q: bool = False
+    """a' is the best action by Q, not by Q̄, which likes what it overestimates"""
+    polyak: float = 0.01
+    """τ: how far the target network moves towards Q each time"""
+    target_every: int = 1
+    """updates between two such moves of the target network"""
+    final_epsilon: float = 0.05
+    """ε in the end: how often the action is a random one"""
+    exploration_fraction: float = 0.2
+    """part of the run during which ε goes from 1 to --final-epsilon"""
+    max_grad_norm: float = 10.0
+    """gradients longer than this are shortened to it"""
+    hidden_size: int = 128
+    """width of the two hidden layers"""
+    save_replay: bool = True
+    """keep the replay buffer in the checkpoint; without it a resumed run fills it anew"""
+    log_every: int = 1000
+    """steps between entries of the losses in metrics.csv"""
+
+
+LIMITS = {
+    **dict.fromkeys(("horizon", "batch_size", "buffer_size", "n_step", "hidden_size"), (1, None)),
+    **dict.fromkeys(("target_every", "log_every"), (1, None)),
+    **dict.fromkeys(("discount", "final_epsilon", "exploration_fraction"), (0, 1)),
+    "polyak": (0, 1),
+    "max_grad_norm": (1e-9, None),
+}
+
+# What differs by environment, as in the tables of papers; a flag on the command line wins.
+TUNED = {
+    "CartPole": {"total_steps": 50_000, "eval_every": 10_000},
+    "Acrobot": {"total_steps": 100_000, "eval_every": 20_000},
+    "MountainCar": {"total_steps": 120_000, "eval_every": 20_000},
+    "LunarLander-v3": {"total_steps": 300_000, "eval_every": 50_000},
+}
+
+
+class Normalizer(nn.Module):
+    """Observations with mean 0 and variance 1, by the statistics of all that was seen."""
+
+    def __init__(self, size: int):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(size))
+        self.register_buffer("var", torch.ones(size))
+        self.register_buffer("count", torch.tensor(0.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ((x - self.mean) * torch.rsqrt(self.var + 1e-8)).clamp(-10, 10)
+
+    def update(self, x: Tensor) -> None:
+        """Take in a batch x (B, size); Chan's formula for the variance of a union."""
+        x = x.reshape(-1, x.shape[-1])
+        var, mean = torch.var_mean(x, 0, correction=0)
+        total = self.count + len(x)
+        share = len(x) / total
+        difference = mean - self.mean
+        self.mean += difference * share
+        self.var += (var - self.var) * share + difference.square() * share * (1 - share)
+        self.count.copy_(total)
+
+
+class QNetwork(nn.Module):
+    """Normalised observations (..., obs_dim) → Q of every action (..., num_actions)."""
+
+    def __init__(self, obs_dim: int, num_actions: int, hidden: int):
+        super().__init__()
+        self.first = nn.Linear(obs_dim, hidden)
+        self.second = nn.Linear(hidden, hidden)
+        self.last = nn.Linear(hidden, num_actions)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.second(self.first(x).relu()).relu())
+
+
+class Agent(nn.Module):
+    """The Q-function. forward: observation (N, obs_dim) → argmax_a Q(s, a), (N,)."""
+
+    def __init__(self, observation_space, action_space, args: Args):
+        super().__init__()
+        check_action_space(action_space, args.env)
+        obs_dim, self.num_actions = observation_space.shape[0], int(action_space.n)
+        self.normalizer = Normalizer(obs_dim)
+        self.q_network = QNetwork(obs_dim, self.num_actions, args.hidden_size)
+        self.register_buffer("epsilon", torch.tensor(1.0))
+
+    def forward(self, obs: Tensor) -> Tensor:
+        return self.q_network(self.normalizer(obs)).argmax(-1)
+
+
+def check_action_space(space: gymnasium.Space, env: str) -> None:
+    if not isinstance(space, gymnasium.spaces.Discrete):
+        raise UserError(f"--env {env} has continuous actions; sac.py, td3.py and ppo.py fit it")
+
+
+@torch.no_grad()
+def collect(agent: Agent, envs: vec_envs.VecEnv, rollout: dict[str, Tensor]) -> None:
+    """T steps of every env; each action is with probability ε a random one, else the best."""
+    explores = torch.rand(rollout["action"].shape, device=envs.device) < agent.epsilon  # (T, N)
+    random_action = torch.randint_like(rollout["action"], agent.num_actions)
+    for t in range(len(rollout["obs"])):
+        obs = envs.obs
+        action = torch.where(explores[t], random_action[t], agent(obs))
+        rollout["obs"][t] = obs
+        rollout["action"][t] = action
+        _, reward, terminated, truncated, info = envs.step(action)
+        rollout["reward"][t] = reward
+        rollout["next_obs"][t] = info["final_obs"]
+        rollout["terminated"][t] = terminated
+        rollout["done"][t] = terminated | truncated
+        rollout["episode_return"][t] = info["episode_return"]
+        rollout["episode_length"][t] = info["episode_length"]
+
+
+def epsilon_at(step: int, args: Args) -> float:
+    """ε: from 1 linearly to its final value, and there it stays."""
+    progress = step / max(args.exploration_fraction * args.total_steps, 1)
+    return max(1 - (1 - args.final_epsilon) * progress, args.final_epsilon)
+
+
+@torch.no_grad()
+def td_target(agent: Agent, target_network: QNetwork, batch, args: Args) -> Tensor:
+    """y = r + γ (1 − terminated) Q̄(s', a'), (B,); reward and γ are those of n steps."""
+    next_obs = agent.normalizer(batch["next_obs"])
+    next_q = target_network(next_obs)
+    chooser = agent.q_network(next_obs) if args.double_q else next_q  # double Q: this line
+    next_value = next_q.gather(-1, chooser.argmax(-1, keepdim=True)).squeeze(-1)
+    return batch["reward"] + batch["discount"] * ~batch["terminated"] * next_value
+
+
+def q_loss(agent: Agent, batch: dict[str, Tensor], target: Tensor) -> tuple[Tensor, dict]:
+    """E[ h( Q(s, a) − y ) ] of one batch, and what to log of it."""
+    q = agent.q_network(agent.normalizer(batch["obs"]))
+    q = q.gather(-1, batch["action"].unsqueeze(-1)).squeeze(-1)
+    loss = nn.functional.smooth_l1_loss(q, target)
+    return loss, {"q_loss": loss, "q_value": q}
+
+
+def update(agent: Agent, target_network, optimizer, replay, loss_function, args: Args) -> dict:
+    """One gradient step on a batch from the replay buffer -> what to log."""
+    (weights,) = optimizer.param_groups[0]["params"]  # all of them in one vector
+    batch = replay.sample(args.batch_size)
+    target = td_target(agent, target_network, batch, args)
+    loss, losses = loss_function(agent, batch, target)
+    weights.grad.zero_()
+    loss.backward()
+    norm = losses["gradient_norm"] = weights.grad.norm()
+    weights.grad.mul_((args.max_grad_norm / (norm + 1e-6)).clamp(max=1))
+    optimizer.step()
+    return losses
+
+
+def train(args: Args) -> Result:
+    run = Run(args, __file__, LIMITS)
+    args = run.args
+    workers = Workers(run, collect, ahead=True)
+    agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
+    target_network = copy.deepcopy(agent.q_network)
+    weights, target_weights = flatten(agent), flatten(target_network).detach()
+    learning_rate = torch.tensor(args.learning_rate, device=run.device)
+    optimizer = torch.optim.Adam([weights], learning_rate, fused=True)
+    empty = workers.start(agent, args.horizon)
+    replay = ReplayBuffer(run, empty, args.buffer_size, n_step=args.n_step, discount=args.discount)
+    loss_function = run.compile(q_loss)
+    state = {"target": target_network, "optimizer": optimizer, "replay": replay}
+    step = run.start(agent=agent, workers=workers, **state)
+
+    while step < args.total_steps:
+        agent.epsilon.fill_(epsilon_at(step, args))
+        left = 1 - step / args.total_steps
+        optimizer.param_groups[0]["lr"].fill_(args.learning_rate * left)
+        rollout = workers.collect()
+        replay.add(rollout)
+        agent.normalizer.update(rollout["obs"])
+        before, step = step, step + args.horizon * args.num_envs
+
+        losses: dict[str, Tensor] = {}
+        if len(replay) >= min(args.warmup_steps, args.buffer_size):
+            for number in range(int(before * args.utd_ratio), int(step * args.utd_ratio)):
+                losses = update(agent, target_network, optimizer, replay, loss_function, args)
+                if number % args.target_every == 0:
+                    target_weights.lerp_(weights.detach(), args.polyak)
+
+        run.log_episodes(step, rollout)
+        if step // args.log_every > before // args.log_every:
+            losses = {f"losses/{name}": value.detach().mean() for name, value in losses.items()}
+            run.log(step, {"charts/replay_size": len(replay), **losses})
+        run.evaluate(step)
+        run.checkpoint(step)
+    return run.finish(step)
+
+
+if __name__ == "__main__":
+    train(parse(Args, TUNED))

@@ -1,0 +1,297 @@
+"""Discrete soft actor-critic (SAC): entropy-seeking actor-critic, with the expectations exact.
+
+Christodoulou 2019, arXiv:1910.07207, after Haarnoja et al. 2018, arXiv:1812.05905. With a few
+actions, E over a ~ π(·|s) is a sum over all of them: no sample, no reparametrisation, and critics
+that give Q of every action at once. With the policy π, twin critics Q₁, Q₂, their slow copies Q̄₁,
+Q̄₂, and the temperature α:
+
+    y      = r + γ (1 − terminated) Σ_a π(a|s') [ min_i Q̄_i(s', a) − α log π(a|s') ]
+    L_Q    = Σ_i ½ E[ (Q_i(s, a) − y)² ]
+    L_π    = E[ Σ_a π(a|s) ( α log π(a|s) − min_i Q_i(s, a) ) ]
+    L_α    = log α · ( E[ H(π(·|s)) ] − H̄ ),   H̄ = --target-entropy · log(number of actions)
+
+    python algos/sac_discrete.py --env CartPole            an environment of vec_envs
+    python algos/sac_discrete.py --env LunarLander-v3      a Gymnasium id
+
+What makes it work, each where it stands:
+- `Critics`: the twins are one batched product.
+- `sac_loss`: Q is a constant in L_π, which needs no gradient through it, π one in L_Q and L_α, so
+  that the three losses have no weight in common and one optimizer steps them all.
+- `critic_target`: a truncated episode bootstraps from its true last observation, a terminated one
+  does not. With --n-step the reward is r_0 + γ r_1 + … of n steps, which an episode's end cuts
+  short.
+- The paper's H̄, 0.98 of the largest entropy, keeps the policy almost random; the default is lower.
+- `train`: the number of updates follows the transitions collected, however many environments there
+  are.
+"""
+
+import copy
+import math
+from dataclasses import dataclass
+
+import gymnasium
+import torch
+from torch import Tensor, nn
+
+import vec_envs
+from algos.worker_learner import (
+    ReplayBuffer,
+    Result,
+    Run,
+    RunArgs,
+    UserError,
+    Workers,
+    flatten,
+    parse,
+)
+
+
+@dataclass
+class Args(RunArgs):
+    """Discrete SAC on any environment with discrete actions."""
+
+    env: str = "CartPole"
+    """environment: a name of vec_envs, a Gymnasium id, or package:Id-v0"""
+    num_envs: int = 8
+    """environments stepped together, all workers counted"""
+    horizon: int = 1
+    """steps of each environment between updates"""
+    utd_ratio: float = 0.25
+    """updates per transition collected"""
+    batch_size: int = 128
+    """transitions of one gradient step"""
+    buffer_size: int = 100_000
+    """transitions kept for replay"""
+    warmup_steps: int = 1000
+    """steps before the first update"""
+    n_step: int = 1
+    """rewards summed before Q̄ stands for the rest"""
+    learning_rate: float = 1e-3
+    """of Adam, annealed linearly to zero"""
+    discount: float = 0.99
+    """γ"""
+    polyak: float = 0.01
+    """τ: how far the target critics move towards the critics at each update"""
+    target_entropy: float = 0.3
+    """H̄ as a part of log(number of actions), the entropy of choosing blindly"""
+    initial_temperature: float = 0.2
+    """α in the beginning"""
+    hidden_size: int = 128
+    """width of the two hidden layers of actor and critics"""
+    save_replay: bool = True
+    """keep the replay buffer in the checkpoint; without it a resumed run fills it anew"""
+    log_every: int = 1000
+    """steps between entries of the losses in metrics.csv"""
+
+
+LIMITS = {
+    **dict.fromkeys(("horizon", "batch_size", "buffer_size", "n_step", "hidden_size"), (1, None)),
+    "log_every": (1, None),
+    **dict.fromkeys(("discount", "polyak", "target_entropy"), (0, 1)),
+    "initial_temperature": (1e-9, None),
+}
+
+# What differs by environment, as in the tables of papers; a flag on the command line wins.
+TUNED = {
+    "CartPole": {"total_steps": 50_000, "eval_every": 10_000},
+    "Acrobot": {"total_steps": 100_000, "eval_every": 20_000},
+    "MountainCar": {"total_steps": 120_000, "eval_every": 20_000},
+    "LunarLander-v3": {"total_steps": 300_000, "eval_every": 50_000},
+}
+
+
+class Normalizer(nn.Module):
+    """Observations with mean 0 and variance 1, by the statistics of all that was seen."""
+
+    def __init__(self, size: int):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(size))
+        self.register_buffer("var", torch.ones(size))
+        self.register_buffer("count", torch.tensor(0.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ((x - self.mean) * torch.rsqrt(self.var + 1e-8)).clamp(-10, 10)
+
+    def update(self, x: Tensor) -> None:
+        """Take in a batch x (B, size); Chan's formula for the variance of a union."""
+        x = x.reshape(-1, x.shape[-1])
+        var, mean = torch.var_mean(x, 0, correction=0)
+        total = self.count + len(x)
+        share = len(x) / total
+        difference = mean - self.mean
+        self.mean += difference * share
+        self.var += (var - self.var) * share + difference.square() * share * (1 - share)
+        self.count.copy_(total)
+
+
+class Actor(nn.Module):
+    """Normalised observations (..., obs_dim) → logits of π (..., num_actions)."""
+
+    def __init__(self, obs_dim: int, num_actions: int, hidden: int):
+        super().__init__()
+        self.first = nn.Linear(obs_dim, hidden)
+        self.second = nn.Linear(hidden, hidden)
+        self.last = nn.Linear(hidden, num_actions)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.second(self.first(x).relu()).relu())
+
+
+class Critics(nn.Module):
+    """Normalised observations (B, obs_dim) → Q_i of every action (2, B, num_actions)."""
+
+    def __init__(self, obs_dim: int, num_actions: int, hidden: int):
+        super().__init__()
+        sizes = [(obs_dim, hidden), (hidden, hidden), (hidden, num_actions)]
+        self.weights, self.biases = nn.ParameterList(), nn.ParameterList()
+        for inputs, outputs in sizes:  # as nn.Linear's: uniform in ± 1 / √inputs
+            bound = 1 / math.sqrt(inputs)
+            self.weights.append(torch.empty(2, inputs, outputs).uniform_(-bound, bound))
+            self.biases.append(torch.empty(2, 1, outputs).uniform_(-bound, bound))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.expand(2, *x.shape)
+        (w1, w2, w3), (b1, b2, b3) = self.weights, self.biases
+        x = torch.baddbmm(b1, x, w1).relu()
+        return torch.baddbmm(b3, torch.baddbmm(b2, x, w2).relu(), w3)
+
+
+class Agent(nn.Module):
+    """Actor, critics, temperature. forward: observation (N, obs_dim) → argmax_a π(a|s), (N,)."""
+
+    def __init__(self, observation_space, action_space, args: Args):
+        super().__init__()
+        check_action_space(action_space, args.env)
+        obs_dim, self.num_actions = observation_space.shape[0], int(action_space.n)
+        self.normalizer = Normalizer(obs_dim)
+        self.actor = Actor(obs_dim, self.num_actions, args.hidden_size)
+        self.critics = Critics(obs_dim, self.num_actions, args.hidden_size)
+        self.log_temperature = nn.Parameter(torch.tensor(math.log(args.initial_temperature)))
+
+    def forward(self, obs: Tensor) -> Tensor:
+        return self.actor(self.normalizer(obs)).argmax(-1)
+
+    def sample(self, obs: Tensor) -> Tensor:
+        logits = self.actor(self.normalizer(obs))
+        # argmax of logits plus Gumbel noise is a draw from the softmax
+        return (logits - torch.empty_like(logits).exponential_().log()).argmax(-1)
+
+
+def check_action_space(space: gymnasium.Space, env: str) -> None:
+    if not isinstance(space, gymnasium.spaces.Discrete):
+        raise UserError(f"--env {env} has continuous actions; sac.py, td3.py and ppo.py fit it")
+
+
+@torch.no_grad()
+def collect(agent: Agent, envs: vec_envs.VecEnv, rollout: dict[str, Tensor]) -> None:
+    """T steps of the present policy in every env."""
+    for t in range(len(rollout["obs"])):
+        obs = envs.obs
+        action = agent.sample(obs)
+        rollout["obs"][t] = obs
+        rollout["action"][t] = action
+        _, reward, terminated, truncated, info = envs.step(action)
+        rollout["reward"][t] = reward
+        rollout["next_obs"][t] = info["final_obs"]
+        rollout["terminated"][t] = terminated
+        rollout["done"][t] = terminated | truncated
+        rollout["episode_return"][t] = info["episode_return"]
+        rollout["episode_length"][t] = info["episode_length"]
+
+
+@torch.no_grad()
+def critic_target(agent: Agent, target_critics: Critics, batch: dict[str, Tensor]) -> Tensor:
+    """y = r + γ (1 − terminated) Σ_a π(a|s') [ min_i Q̄_i(s', a) − α log π(a|s') ], (B,)"""
+    next_obs = agent.normalizer(batch["next_obs"])
+    log_probs = agent.actor(next_obs).log_softmax(-1)
+    soft_q = target_critics(next_obs).amin(0) - agent.log_temperature.exp() * log_probs
+    next_value = (log_probs.exp() * soft_q).sum(-1)
+    return batch["reward"] + batch["discount"] * ~batch["terminated"] * next_value
+
+
+def critic_loss(q: Tensor, action: Tensor, target: Tensor) -> Tensor:
+    """Σ_i ½ E[ (Q_i(s, a) − y)² ] for q (2, B, num_actions)."""
+    taken = q.gather(-1, action.expand(2, -1).unsqueeze(-1)).squeeze(-1)  # (2, B)
+    return 0.5 * (taken - target).square().mean(1).sum()
+
+
+def actor_loss(log_probs: Tensor, q: Tensor, temperature: Tensor) -> Tensor:
+    """E[ Σ_a π(a|s) ( α log π(a|s) − min_i Q_i(s, a) ) ]"""
+    cost = temperature.detach() * log_probs - q.detach().amin(0)  # (B, num_actions)
+    return (log_probs.exp() * cost).sum(-1).mean()
+
+
+def temperature_loss(log_temperature: Tensor, entropy: Tensor, target: float) -> Tensor:
+    """log α · ( E[ H(π(·|s)) ] − H̄ ): α falls while the entropy is above its target."""
+    return log_temperature * (entropy.detach() - target)
+
+
+def sac_loss(agent: Agent, batch: dict[str, Tensor], target: Tensor, args: Args):
+    """The sum of the three losses of one batch, and what to log of it."""
+    obs = agent.normalizer(batch["obs"])
+    log_probs, q = agent.actor(obs).log_softmax(-1), agent.critics(obs)
+    temperature = agent.log_temperature.exp()
+    entropy = -(log_probs.exp() * log_probs).sum(-1).mean()
+    target_entropy = args.target_entropy * math.log(agent.num_actions)
+    losses = {
+        "critic": critic_loss(q, batch["action"], target),
+        "actor": actor_loss(log_probs, q, temperature),
+        "temperature": temperature_loss(agent.log_temperature, entropy, target_entropy),
+    }
+    total = losses["critic"] + losses["actor"] + losses["temperature"]
+    return total, {**losses, "entropy": entropy, "alpha": temperature, "q_value": q}
+
+
+def update(agent: Agent, target_critics, optimizer, replay, loss_function, args: Args) -> dict:
+    """One gradient step on a batch from the replay buffer -> what to log."""
+    (weights,) = optimizer.param_groups[0]["params"]  # all of them in one vector
+    batch = replay.sample(args.batch_size)
+    target = critic_target(agent, target_critics, batch)
+    loss, losses = loss_function(agent, batch, target, args)
+    weights.grad.zero_()
+    loss.backward()
+    optimizer.step()
+    return losses
+
+
+def train(args: Args) -> Result:
+    run = Run(args, __file__, LIMITS)
+    args = run.args
+    workers = Workers(run, collect, ahead=True)
+    agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
+    target_critics = copy.deepcopy(agent.critics)
+    weights, target_weights = flatten(agent), flatten(target_critics).detach()
+    critic_weights = weights.detach()[-len(target_weights) :]  # the agent's last parameters
+    learning_rate = torch.tensor(args.learning_rate, device=run.device)
+    optimizer = torch.optim.Adam([weights], learning_rate, fused=True)
+    empty = workers.start(agent, args.horizon)
+    replay = ReplayBuffer(run, empty, args.buffer_size, n_step=args.n_step, discount=args.discount)
+    loss_function = run.compile(sac_loss)
+    state = {"target": target_critics, "optimizer": optimizer, "replay": replay}
+    step = run.start(agent=agent, workers=workers, **state)
+
+    while step < args.total_steps:
+        left = 1 - step / args.total_steps
+        optimizer.param_groups[0]["lr"].fill_(args.learning_rate * left)
+        rollout = workers.collect()
+        replay.add(rollout)
+        agent.normalizer.update(rollout["obs"])
+        before, step = step, step + args.horizon * args.num_envs
+
+        losses: dict[str, Tensor] = {}
+        if len(replay) >= min(args.warmup_steps, args.buffer_size):
+            for _ in range(int(before * args.utd_ratio), int(step * args.utd_ratio)):
+                losses = update(agent, target_critics, optimizer, replay, loss_function, args)
+                target_weights.lerp_(critic_weights, args.polyak)
+
+        run.log_episodes(step, rollout)
+        if step // args.log_every > before // args.log_every:
+            losses = {f"losses/{name}": value.detach().mean() for name, value in losses.items()}
+            run.log(step, {"charts/replay_size": len(replay), **losses})
+        run.evaluate(step)
+        run.checkpoint(step)
+    return run.finish(step)
+
+
+if __name__ == "__main__":
+    train(parse(Args, TUNED))

@@ -1,0 +1,393 @@
+"""Value decomposition networks (VDN): agents that share a reward learn values which add up to it.
+
+Sunehag et al. 2017, arXiv:1706.05296. Each agent i has a value Q_i of its own actions, by what it
+has seen, h^i (the state of a recurrent network); the team's value is their sum, so that the best
+joint action is everybody's own best one, and nobody needs the others to find it:
+
+    Q_tot(h, a) = Σ_i Q_i(h^i, a^i)
+    y_t    = r_t + γ (1 − terminated_t) [ (1 − λ (1 − done_t)) q_{t+1} + λ (1 − done_t) y_{t+1} ]
+    q_t+1  = Q̄_tot(h', argmax_a Q(h', a))              double Q-learning; Q̄: the target network
+    L(θ)   = E[ w ( Q_tot(h_t, a_t) − y_t )² ]                r: the sum of all agents' rewards
+
+    python algos/vdn.py --env Spread
+    python algos/vdn.py --env lbforaging:Foraging-8x8-2p-2f-coop-v3
+
+Evaluation prints the sum of the rewards over agents and steps. To know what a number means (mpe2's
+rules, 25 steps):
+
+    Spread            random −79.1    doing nothing −73.1            best, scripted −26.7
+    SpeakerListener   random −79.8    ignoring the message −31.4     best, scripted −15.0
+
+(SpeakerListener's two agents are paid the same: an agent's return is half of that.)
+
+What makes it work, each where it stands:
+- `Agent`: one network for all agents, told apart by their number; a GRU, or with --no-recurrent
+  a plain layer; actions that an agent does not have, or cannot take now, are never the best.
+- `Replay`: whole stretches of `horizon` steps, each with the memory that its first step had
+  (Kapturowski 2019, R2D2); where an episode ends inside, the memory begins anew.
+- `td_loss`: a truncated episode bootstraps from its true last observation, a terminated one does
+  not. --prioritized draws stretches by their TD errors, --td-lambda looks further than a step.
+- `RewardScaler`: values of order one, whatever an environment pays.
+"""
+
+import copy
+from dataclasses import dataclass
+
+import gymnasium
+import torch
+from torch import Tensor, nn
+
+import vec_envs
+from algos.worker_learner import Result, Run, RunArgs, UserError, Workers, flatten, parse
+
+
+@dataclass
+class Args(RunArgs):
+    """VDN on any environment of vec_envs with several agents and discrete actions."""
+
+    env: str = "Spread"
+    """environment: a name of vec_envs (Spread, SpeakerListener), or pettingzoo:package.module"""
+    total_steps: int = 2_000_000
+    """how many environment steps to train for"""
+    horizon: int = 25
+    """steps of each environment in a rollout, and in a stretch of the replay"""
+    updates: int = 8
+    """gradient steps after each rollout"""
+    batch_size: int = 32
+    """stretches of one gradient step"""
+    replay_size: int = 2000
+    """stretches in the replay"""
+    save_replay: bool = True
+    """keep the replay in checkpoints: a resumed run goes on exactly"""
+    prioritized: bool = False
+    """replay in proportion to the TD errors (Schaul 2016) instead of uniformly"""
+    learning_rate: float = 1e-3
+    """of Adam, annealed linearly to zero"""
+    discount: float = 0.99
+    """γ"""
+    td_lambda: float = 0.5
+    """λ: 0 trusts the target network after one step, 1 the rewards until the stretch ends"""
+    double_q: bool = True
+    """the target network values the action that the other one prefers"""
+    target_update: float = 0.01
+    """τ: how far the target network goes towards the other at each update"""
+    final_epsilon: float = 0.05
+    """ε in the end: how often an agent's action is a random one"""
+    exploration_fraction: float = 0.3
+    """part of the run during which ε goes from 1 to --final-epsilon"""
+    max_grad_norm: float = 10.0
+    """gradients longer than this are shortened to it"""
+    recurrent: bool = True
+    """agents remember (GRU); else they see the present only"""
+    hidden_size: int = 64
+    """width of the agents' layers"""
+
+
+LIMITS = {
+    **dict.fromkeys(("horizon", "updates", "batch_size", "replay_size", "hidden_size"), (1, None)),
+    **dict.fromkeys(("discount", "td_lambda", "target_update"), (0, 1)),
+    **dict.fromkeys(("final_epsilon", "exploration_fraction"), (0, 1)),
+    "max_grad_norm": (1e-9, None),
+}
+
+# What differs by environment, as in the tables of papers; a flag on the command line wins.
+TUNED = {}
+
+
+class Normalizer(nn.Module):
+    """Observations with mean 0 and variance 1, by the statistics of all that was seen."""
+
+    def __init__(self, size: int):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(size))
+        self.register_buffer("var", torch.ones(size))
+        self.register_buffer("count", torch.tensor(0.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ((x - self.mean) * torch.rsqrt(self.var + 1e-8)).clamp(-10, 10)
+
+    def update(self, x: Tensor) -> None:
+        """Take in a batch x (B, size); Chan's formula for the variance of a union."""
+        x = x.reshape(-1, x.shape[-1])
+        var, mean = torch.var_mean(x, 0, correction=0)
+        total = self.count + len(x)
+        share = len(x) / total
+        difference = mean - self.mean
+        self.mean += difference * share
+        self.var += (var - self.var) * share + difference.square() * share * (1 - share)
+        self.count.copy_(total)
+
+
+class RewardScaler(nn.Module):
+    """Rewards divided by the standard deviation of the discounted return, G ← γ G + r."""
+
+    def __init__(self, num_envs: int, discount: float):
+        super().__init__()
+        self.discount = discount
+        self.register_buffer("discounted_return", torch.zeros(num_envs))
+        self.statistics = Normalizer(1)
+
+    def forward(self, reward: Tensor, done: Tensor) -> Tensor:  # both (T, N)
+        returns = torch.empty_like(reward)
+        for t in range(len(reward)):
+            self.discounted_return.mul_(self.discount).add_(reward[t])
+            returns[t] = self.discounted_return
+            self.discounted_return.masked_fill_(done[t], 0)
+        self.statistics.update(returns.unsqueeze(-1))
+        return (reward * torch.rsqrt(self.statistics.var + 1e-8)).clamp(-10, 10)
+
+
+class Agent(nn.Module):
+    """All agents' values. forward: observations (N, A, obs_dim) → the best actions (N, A).
+
+    `forward` goes through episodes step by step and remembers; `start_episodes` forgets.
+    UserError for an environment whose actions are not a choice among a few.
+    """
+
+    def __init__(self, envs: vec_envs.VecEnv, args: Args):
+        super().__init__()
+        if not isinstance(envs.single_action_space, gymnasium.spaces.Discrete):
+            raise UserError(
+                f"--env {args.env} has continuous actions, but this algorithm chooses one of a "
+                "few; use mappo.py or maddpg.py"
+            )
+        agents, obs_dim = envs.num_agents, envs.single_observation_space.shape[0]
+        self.available_in_obs, self.recurrent = envs.available_in_obs, args.recurrent
+        self.hidden_size, self.hidden = args.hidden_size, None
+        self.normalizer = Normalizer(agents * obs_dim)  # agents that differ have each their own
+        self.reward_scaler = RewardScaler(args.num_envs, args.discount)
+        self.encoder = nn.Linear(obs_dim + agents, args.hidden_size)
+        layer = nn.GRUCell if args.recurrent else nn.Linear
+        self.memory = layer(args.hidden_size, args.hidden_size)
+        self.head = nn.Linear(args.hidden_size, int(envs.single_action_space.n))
+        self.register_buffer("number", torch.eye(agents))
+        self.register_buffer("action_mask", envs.action_mask.clone())  # (A, n)
+        self.register_buffer("epsilon", torch.tensor(1.0))
+
+    def start_episodes(self) -> None:
+        self.hidden = None
+
+    def forward(self, obs: Tensor) -> Tensor:
+        if self.hidden is None:
+            self.hidden = obs.new_zeros(*obs.shape[:2], self.hidden_size)
+        q, self.hidden = self.step(obs, self.hidden)
+        return q.argmax(-1)
+
+    def available(self, obs: Tensor) -> Tensor:
+        """The actions that there are now, (..., A, n) bool."""
+        mask = self.action_mask.expand(*obs.shape[:-1], -1)
+        return mask & (obs[..., -mask.shape[-1] :] > 0) if self.available_in_obs else mask
+
+    def encode(self, obs: Tensor) -> Tensor:
+        x = self.normalizer(obs.flatten(-2)).view_as(obs)
+        x = torch.cat((x, self.number.expand(*x.shape[:-1], -1)), -1)  # who it is
+        return self.encoder(x).relu()
+
+    def remember(self, x: Tensor, hidden: Tensor) -> Tensor:
+        """One step of the memory: both (..., A, hidden_size)."""
+        if not self.recurrent:
+            return self.memory(x).relu()
+        return self.memory(x.flatten(0, -2), hidden.flatten(0, -2)).view_as(hidden)
+
+    def values(self, obs: Tensor, hidden: Tensor) -> Tensor:
+        """Q_i of every action (..., A, n), hardly anything where an action is not available."""
+        return self.head(hidden).masked_fill(~self.available(obs), -1e9)
+
+    def step(self, obs: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.remember(self.encode(obs), hidden)
+        return self.values(obs, hidden), hidden
+
+    def unroll(self, obs: Tensor, hidden: Tensor, done: Tensor) -> tuple[Tensor, Tensor]:
+        """Stretches obs (T, B, A, obs_dim) from hidden (B, A, H) -> Q (T, B, A, n), memories."""
+        x = self.encode(obs)
+        if not self.recurrent:
+            memories = self.remember(x, x)
+        else:
+            states = []
+            for t in range(len(obs)):
+                hidden = self.remember(x[t], hidden)
+                states.append(hidden)
+                hidden = hidden * ~done[t].view(-1, 1, 1)  # the next episode begins without
+            memories = torch.stack(states)
+        return self.values(obs, memories), memories
+
+    def mix(self, q: Tensor) -> Tensor:
+        """Q_tot (...) of the agents' values (..., A)."""
+        return q.sum(-1)
+
+
+@torch.no_grad()
+def collect(agent: Agent, envs: vec_envs.VecEnv, rollout: dict[str, Tensor]) -> None:
+    """T steps of every env; each agent's action is with probability ε a random one, else its best.
+
+    The rollout goes on from the memory at the end of the one before, which it still holds.
+    """
+    hidden = rollout["next_hidden"][-1].clone()  # (N, A, H)
+    for t in range(len(rollout["obs"])):
+        obs = envs.obs
+        rollout["hidden"][t] = hidden
+        rollout["alive"][t] = envs.alive
+        q, hidden = agent.step(obs, hidden)
+        chance = torch.rand_like(q).masked_fill(~agent.available(obs), -1)
+        explores = torch.rand_like(q[..., 0]) < agent.epsilon
+        action = torch.where(explores, chance.argmax(-1), q.argmax(-1))
+        rollout["obs"][t] = obs
+        rollout["action"][t] = action
+        _, reward, terminated, truncated, info = envs.step(action)
+        done = terminated | truncated
+        hidden = hidden * ~done.view(-1, 1, 1)
+        rollout["reward"][t] = reward
+        rollout["next_obs"][t] = info["final_obs"]
+        rollout["next_hidden"][t] = hidden
+        rollout["next_alive"][t] = torch.where(done.unsqueeze(-1), rollout["alive"][t], envs.alive)
+        rollout["terminated"][t] = terminated
+        rollout["done"][t] = done
+        rollout["episode_return"][t] = info["episode_return"]
+        rollout["episode_length"][t] = info["episode_length"]
+
+
+class Replay:
+    """The newest stretches of `horizon` steps, (horizon, replay_size, ...); one env's a column."""
+
+    def __init__(self, rollout: dict[str, Tensor], args: Args):
+        self.args, self.rollout = args, rollout
+        kept = {k: x for k, x in rollout.items() if "hidden" not in k and "episode" not in k}
+        self.size = max(args.replay_size, args.num_envs)
+        self.data = {
+            k: x.new_zeros(len(x), self.size, *x.shape[2:])
+            for k, x in {**kept, "hidden": rollout["hidden"][:1]}.items()
+        }
+        self.priority = rollout["reward"].new_zeros(self.size)
+        self.position = self.filled = 0
+
+    def add(self, rollout: dict[str, Tensor]) -> None:
+        """One stretch of each env, in place of the oldest."""
+        place = (torch.arange(self.args.num_envs) + self.position) % self.size
+        place = place.to(self.priority.device)
+        for name, tensor in self.data.items():
+            tensor[:, place] = rollout[name][: len(tensor)]
+        self.priority[place] = self.priority.max().clamp(min=1.0)
+        self.position = (self.position + self.args.num_envs) % self.size
+        self.filled = min(self.filled + self.args.num_envs, self.size)
+
+    def sample(self) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+        """-> stretches (T, B, ...), which ones they are (B,), their importance weights (B,)."""
+        count = self.args.batch_size
+        if self.args.prioritized:
+            chance = self.priority[: self.filled] ** 0.6
+            index = chance.multinomial(count, replacement=True)
+            weight = (self.filled * chance[index] / chance.sum()) ** -0.4
+            weight = weight / weight.max()
+        else:
+            index = torch.randint(self.filled, (count,), device=self.priority.device)
+            weight = self.priority.new_ones(count)
+        return {k: x.index_select(1, index) for k, x in self.data.items()}, index, weight
+
+    def state_dict(self) -> dict[str, Tensor | dict]:
+        """What is filled, and the agents' memory at the end of the last rollout."""
+        if not self.args.save_replay:
+            return {}
+        data = {k: x[:, : self.filled].clone() for k, x in self.data.items()}
+        numbers = torch.tensor([self.position, self.filled])
+        state = {"data": data, "priority": self.priority[: self.filled].clone(), "numbers": numbers}
+        return {**state, "hidden": self.rollout["next_hidden"][-1].clone()}
+
+    def load_state_dict(self, state: dict[str, Tensor | dict]) -> None:
+        if not state:
+            return
+        self.position, self.filled = state["numbers"].tolist()
+        for name, tensor in state["data"].items():
+            self.data[name][:, : self.filled] = tensor
+        self.priority[: self.filled] = state["priority"]
+        self.rollout["next_hidden"][-1] = state["hidden"]
+
+
+def lambda_returns(reward, next_value, terminated, done, args: Args) -> Tensor:
+    """y_t of the docstring, all (T, B); the last step's y is that of λ = 0."""
+    returns, following = torch.empty_like(reward), next_value[-1]
+    for t in reversed(range(len(reward))):
+        trace = args.td_lambda * (~done[t]).to(reward)
+        future = (1 - trace) * next_value[t] + trace * following
+        returns[t] = following = reward[t] + args.discount * future * ~terminated[t]
+    return returns
+
+
+@torch.no_grad()
+def td_target(agent: Agent, target: Agent, batch: dict, memories: Tensor, args: Args) -> Tensor:
+    """y (T, B): what the target network thinks of the actions that come next."""
+    _, target_memories = target.unroll(batch["obs"], batch["hidden"][0], batch["done"])
+    next_q, _ = target.step(batch["next_obs"], target_memories)
+    chooser = agent.step(batch["next_obs"], memories)[0] if args.double_q else next_q
+    next_q = next_q.gather(-1, chooser.argmax(-1, keepdim=True)).squeeze(-1)
+    next_value = target.mix(next_q * batch["next_alive"])
+    return lambda_returns(batch["reward"], next_value, batch["terminated"], batch["done"], args)
+
+
+def td_loss(agent: Agent, target: Agent, batch: dict, weight: Tensor, args: Args):
+    """E[ w ( Q_tot − y )² ] of some stretches -> the loss, the TD errors (T, B), what to log."""
+    q, memories = agent.unroll(batch["obs"], batch["hidden"][0], batch["done"])
+    q = q.gather(-1, batch["action"].unsqueeze(-1)).squeeze(-1)  # (T, B, A)
+    value = agent.mix(q * batch["alive"])  # (T, B); the dead add nothing
+    error = value - td_target(agent, target, batch, memories.detach(), args)
+    loss = (weight * error.square()).mean()
+    return loss, error.detach(), {"td": loss, "value": value.mean()}
+
+
+def update(agent: Agent, target: Agent, optimizer, replay: Replay, loss_function, args: Args):
+    """One gradient step on stretches from the replay -> what to log."""
+    (weights,) = optimizer.param_groups[0]["params"]  # all of them in one vector
+    batch, index, weight = replay.sample()
+    loss, error, losses = loss_function(agent, target, batch, weight, args)
+    weights.grad.zero_()
+    loss.backward()
+    norm = losses["gradient_norm"] = weights.grad.norm()
+    weights.grad.mul_((args.max_grad_norm / (norm + 1e-6)).clamp(max=1))
+    optimizer.step()
+    error = error.abs()  # of a stretch: the largest counts most (R2D2)
+    replay.priority[index] = 0.9 * error.amax(0) + 0.1 * error.mean(0) + 1e-6
+    return losses
+
+
+def train(args: Args) -> Result:
+    run = Run(args, __file__, LIMITS)
+    args = run.args
+    workers = Workers(run, collect, multi_agent=True)
+    agent = Agent(workers.envs, args).to(run.device)
+    target = copy.deepcopy(agent)
+    weights, target_weights = flatten(agent), flatten(target).detach()
+    learning_rate = torch.tensor(args.learning_rate, device=run.device)
+    optimizer = torch.optim.Adam([weights], learning_rate, fused=True)
+    agents, memory = (workers.envs.num_agents,), (workers.envs.num_agents, args.hidden_size)
+    rollout = workers.start(
+        agent, args.horizon, alive=agents, next_alive=agents, hidden=memory, next_hidden=memory
+    )
+    replay = Replay({**rollout, "reward": rollout["reward"].sum(-1)}, args)
+    loss_function = run.compile(td_loss)
+    step = run.start(
+        agent=agent, target=target, optimizer=optimizer, workers=workers, replay=replay
+    )
+
+    while step < args.total_steps:
+        left = 1 - step / args.total_steps
+        optimizer.param_groups[0]["lr"].fill_(args.learning_rate * left)
+        explored = step / max(1, args.exploration_fraction * args.total_steps)
+        agent.epsilon.fill_(max(args.final_epsilon, 1 - (1 - args.final_epsilon) * explored))
+        rollout = workers.collect()
+        step += args.horizon * args.num_envs
+        reward = agent.reward_scaler(rollout["reward"].sum(-1), rollout["done"])  # the team's
+        replay.add({**rollout, "reward": reward})
+        agent.normalizer.update(rollout["obs"].flatten(-2))
+        target.normalizer.load_state_dict(agent.normalizer.state_dict())
+        for _ in range(args.updates):
+            losses = update(agent, target, optimizer, replay, loss_function, args)
+            target_weights.lerp_(weights.detach(), args.target_update)
+
+        run.log_episodes(step, rollout)
+        run.log(step, {f"losses/{name}": value.detach() for name, value in losses.items()})
+        run.evaluate(step)
+        run.checkpoint(step)
+    return run.finish(step)
+
+
+if __name__ == "__main__":
+    train(parse(Args, TUNED))

@@ -1,0 +1,261 @@
+"""MADDPG and MATD3: losses and gradients against loops in double precision, draws, runs."""
+
+import signal
+import types
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+
+from algos import maddpg, matd3, play
+from algos.worker_learner import UserError
+
+A, OBS, ACTIONS, HIDDEN, BATCH = 3, 4, 3, 5, 6
+TINY = {"num_envs": 4, "hidden_size": 8, "eval_episodes": 2, "eval_every": 0, "batch_size": 16}
+BOTH = pytest.mark.parametrize("script", [maddpg, matd3])
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+def make_agents(script, discrete=False, available_in_obs=False, **options):
+    args = script.Args(num_envs=2, hidden_size=HIDDEN, **options)
+    mask = torch.ones(A, ACTIONS, dtype=torch.bool)
+    mask[1, 2] = False
+    box = gymnasium.spaces.Box(np.float32([-1, 0, 2]), np.float32([1, 4, 3]))
+    envs = types.SimpleNamespace(
+        num_agents=A,
+        single_observation_space=gymnasium.spaces.Box(-np.inf, np.inf, (OBS,)),
+        single_action_space=gymnasium.spaces.Discrete(ACTIONS) if discrete else box,
+        available_in_obs=available_in_obs,
+        action_mask=mask,
+    )
+    return *(script.Agent(envs, args).double() for _ in range(2)), args
+
+
+def random_batch():
+    double = {"dtype": torch.float64}
+    action = torch.rand(BATCH, A, ACTIONS, **double) * 2 - 1
+    action[:, 1, 2] = 0
+    alive = (torch.rand(2, BATCH, A) < 0.8).double()
+    return {
+        "obs": torch.randn(BATCH, A, OBS, **double),
+        "next_obs": torch.randn(BATCH, A, OBS, **double),
+        "action": action,
+        "reward": torch.randn(BATCH, A, **double),
+        "alive": alive[0],
+        "next_alive": alive[1],
+        "terminated": torch.rand(BATCH) < 0.4,
+    }
+
+
+def network(w, prefix, i, x):
+    for layer in (1, 2, 3):
+        x = x @ w[f"{prefix}.weight{layer}"][i] + w[f"{prefix}.bias{layer}"][i, 0]
+        x = np.maximum(x, 0) if layer < 3 else x
+    return x
+
+
+def policy(w, obs):
+    """The joint action of one step (A, ACTIONS), by one actor after another."""
+    raw = np.stack([network(w, "actors", i, obs[i]) for i in range(A)])
+    raw[1, 2] = 0
+    return np.tanh(raw), raw
+
+
+def critics_of(script):
+    return ["critics"] if script is maddpg else ["critics.0", "critics.1"]
+
+
+def reference(script, ours, theirs, batch, args):
+    """Both losses of a batch, one step and one agent after another."""
+    b = {k: v.numpy() for k, v in batch.items()}
+    critic, actor = 0.0, 0.0
+    for n in range(BATCH):
+        x, next_x = b["obs"][n].ravel(), b["next_obs"][n].ravel()
+        next_action, _ = policy(theirs, b["next_obs"][n])
+        action, raw = policy(ours, b["obs"][n])
+        for i in range(A):
+            future = min(
+                network(theirs, name, i, np.r_[next_x, next_action.ravel()])[0]
+                for name in critics_of(script)
+            )
+            y = args.reward_scale * b["reward"][n, i]
+            if not b["terminated"][n]:
+                y += args.discount * future * b["next_alive"][n, i]
+            for name in critics_of(script):
+                value = network(ours, name, i, np.r_[x, b["action"][n].ravel()])[0]
+                critic += b["alive"][n, i] * (value - y) ** 2
+            joint = b["action"][n].copy()
+            joint[i] = action[i]
+            value = network(ours, critics_of(script)[0], i, np.r_[x, joint.ravel()])[0]
+            cost = (raw[i] ** 2).sum() / (2 if i == 1 else 3)
+            actor += b["alive"][n, i] * (args.logit_cost * cost - value)
+    return critic / b["alive"].sum(), actor / b["alive"].sum()
+
+
+@BOTH
+def test_losses_and_gradients(script):
+    options = {"target_noise": 0.0} if script is matd3 else {}
+    agent, target, args = make_agents(script, logit_cost=0.1, discount=0.9, **options)
+    batch = random_batch()
+    losses = script.critic_loss(agent, target, batch, args), script.actor_loss(agent, batch, args)
+    ours, theirs = (
+        {k: v.detach().numpy().copy() for k, v in x.named_parameters()} for x in (agent, target)
+    )
+    expected = reference(script, ours, theirs, batch, args)
+    np.testing.assert_allclose([loss.item() for loss in losses], expected, rtol=1e-10)
+    rng, step = np.random.default_rng(0), 1e-6
+    for which, part in enumerate(("critics", "actors")):
+        agent.zero_grad()
+        losses[which].backward(inputs=list(getattr(agent, part).parameters()))
+        for name, parameter in agent.named_parameters():
+            if not name.startswith(part):
+                assert parameter.grad is None
+                continue
+            for index in rng.choice(parameter.numel(), min(6, parameter.numel()), replace=False):
+                values = []
+                for sign in (1, -1):
+                    ours[name].flat[index] += sign * step
+                    values.append(reference(script, ours, theirs, batch, args)[which])
+                    ours[name].flat[index] -= sign * step
+                slope = (values[0] - values[1]) / (2 * step)
+                assert abs(parameter.grad.flatten()[index].item() - slope) < 1e-7, name
+        agent.zero_grad(set_to_none=True)
+
+
+@BOTH
+def test_discrete_actions_are_draws_with_the_gradient_of_the_softmax(script):
+    agent, *_ = make_agents(script, discrete=True)
+    for parameter in agent.actors.parameters():
+        parameter.data *= 3
+    obs = torch.randn(1, A, OBS, dtype=torch.float64).expand(4000, -1, -1)
+    state = torch.get_rng_state()
+    action, logits = agent.act(obs)
+    assert ((action.detach() - action.detach().round()).abs() < 1e-9).all()
+    torch.testing.assert_close(action.sum(-1), torch.ones_like(action[..., 0]))
+    chance = logits[0].softmax(-1)
+    assert (action.mean(0) - chance).abs().max() < 0.035 and chance[1, 2] == 0
+    torch.set_rng_state(state)
+    soft = torch.nn.functional.gumbel_softmax(logits, hard=False)
+    direction = torch.randn_like(action)
+    slopes = [
+        torch.autograd.grad((x * direction).sum(), agent.actors.weight1, retain_graph=True)[0]
+        for x in (action, soft)
+    ]
+    torch.testing.assert_close(*slopes)
+    torch.set_rng_state(state)
+    assert torch.equal(agent.explore(obs), action.argmax(-1))
+    assert torch.equal(agent.stored(agent.explore(obs)).sum(-1), torch.ones(4000, A))
+    assert torch.equal(agent(obs), logits.argmax(-1))
+
+
+@BOTH
+def test_actions_that_are_not_available_are_never_drawn(script):
+    agent, *_ = make_agents(script, discrete=True, available_in_obs=True)
+    obs = torch.randn(300, A, OBS, dtype=torch.float64)
+    obs[..., -ACTIONS:] = torch.tensor([0.0, 1.0, 1.0], dtype=torch.float64)
+    for actions in (agent(obs), agent.explore(obs)):
+        assert set(actions[:, 0].tolist()) <= {1, 2} and set(actions[:, 1].tolist()) == {1}
+
+
+@BOTH
+def test_continuous_actions(script):
+    agent, *_ = make_agents(script, exploration_noise=0.5)
+    obs = torch.randn(500, A, OBS, dtype=torch.float64)
+    action, mean = agent.explore(obs), agent.act(obs)[0]
+    assert action.abs().max() <= 1 and not action[:, 1, 2].any()
+    noise = (action - mean)[mean.abs() < 0.2]
+    assert 0.35 < noise.std() < 0.5  # cut at the bounds
+    ends = torch.tensor([-1.0, 1.0], dtype=torch.float64).view(2, 1, 1).expand(2, A, ACTIONS)
+    assert agent.to_env(ends)[:, 0].tolist() == [[-1, 0, 2], [1, 4, 3]]
+    torch.testing.assert_close(agent(obs), agent.to_env(mean))
+
+
+def test_noise_on_the_targets_actions_is_cut():
+    agent, target, args = make_agents(matd3, target_noise=10.0, target_noise_clip=0.25)
+    for parameter in target.actors.parameters():
+        parameter.data *= 0.1  # far from the bounds
+    seen, values, batch = [], target.values, random_batch()
+
+    def keep(obs, action, number):
+        seen.append(action)
+        return values(obs, action, number)
+
+    target.values = keep
+    matd3.critic_loss(agent, target, batch, args)
+    noise = seen[0] - target.act(batch["next_obs"])[0]
+    assert torch.equal(seen[0], seen[1]) and not noise[:, 1, 2].any()
+    size = noise[:, 0].abs()
+    assert size.max() < 0.25 + 1e-9 and (size > 0.2499).double().mean() > 0.7
+    assert (noise[:, 0] > 0).any() and (noise[:, 0] < 0).any()
+
+
+@BOTH
+def test_who_moves_when(script):
+    agent, target, args = make_agents(script)
+    batch = random_batch()
+    optimizers = [
+        torch.optim.Adam([script.flatten(x)], 1e-2) for x in (agent.critics, agent.actors)
+    ]
+
+    def weights(part):
+        return torch.cat([p.detach().flatten() for p in part.parameters()]).clone()
+
+    for number in range(4):
+        before = [weights(x) for x in (agent.critics, agent.actors, target)]
+        functions = script.critic_loss, script.actor_loss
+        script.update(agent, target, optimizers, batch, functions, number, args)
+        after = [weights(x) for x in (agent.critics, agent.actors, target)]
+        moved = [not torch.equal(x, y) for x, y in zip(before, after, strict=True)]
+        rest = script is maddpg or number % 2 == 0
+        assert moved == [True, rest, rest]
+        if rest:  # θ̄ ← (1 − τ) θ̄ + τ θ
+            torch.testing.assert_close(after[2], before[2].lerp(weights(agent), args.polyak))
+
+
+# Runs.
+
+
+@BOTH
+@pytest.mark.parametrize("env", ["SpeakerListener", "SpeakerListenerContinuous"])
+def test_resume_is_bit_identical(script, env, tmp_path, monkeypatch):
+    tiny = {**TINY, "env": env, "total_steps": 1000, "warmup_steps": 100, "buffer_size": 600}
+    script.train(script.Args(**tiny, run_dir=str(tmp_path / "whole")))
+    calls, update = iter(range(1000)), script.update
+
+    def interrupted(*args):
+        if next(calls) == 9:
+            signal.raise_signal(signal.SIGINT)
+        return update(*args)
+
+    monkeypatch.setattr(script, "update", interrupted)
+    with pytest.raises(SystemExit):
+        script.train(script.Args(**tiny, run_dir=str(tmp_path / "parts")))
+    script.train(script.Args(resume=str(tmp_path / "parts")))
+    ours, theirs = (
+        torch.load(tmp_path / name / "checkpoint.pt", weights_only=True)
+        for name in ("parts", "whole")
+    )
+    assert ours["run"]["step"] == theirs["run"]["step"] == 1000
+    for part in ("agent", "target", "workers"):
+        assert all(torch.equal(x, theirs[part][k]) for k, x in ours[part].items())
+    assert ours["run"]["last_return"] == theirs["run"]["last_return"]
+
+
+def test_opponents_and_play(tmp_path, capsys):
+    """PettingZoo's hunt, whose agents have different rewards and observations."""
+    run_dir = str(tmp_path / "run")
+    env = "pettingzoo:mpe2.simple_tag_v3"
+    args = maddpg.Args(**TINY, env=env, total_steps=120, warmup_steps=40, run_dir=run_dir)
+    maddpg.train(args)
+    play.main(play.Args(run_dir, checkpoint="last", episodes=2))
+    assert "25.0 steps long" in capsys.readouterr().out
+    play.main(play.Args(run_dir, checkpoint="last", export=str(tmp_path / "policy.pt2")))
+    exported = torch.export.load(tmp_path / "policy.pt2").module()
+    assert exported(torch.zeros(5, 4, 16)).shape == (5, 4)
+    with pytest.raises(UserError, match=r"Pendulum has 1 agent\(s\), but maddpg is for several"):
+        maddpg.train(maddpg.Args(**TINY, env="Pendulum", run_dir=str(tmp_path / "none")))

@@ -1,0 +1,209 @@
+"""PettingZoo's environments behind the contract: equal to their own selves; masks and deaths."""
+
+import sys
+
+import numpy as np
+import pytest
+import torch
+from mpe2 import simple_tag_v3
+
+from algos import mappo
+from vec_envs import make
+from vec_envs.gym import GymEnv
+
+# Two agents. "mortal" leaves after two steps, "other" after four: by its end, or by a time limit.
+# An agent sees its own steps; action k is allowed if steps % 3 ≠ k, and an error if it is not.
+MODULE = """
+import numpy as np
+from gymnasium.spaces import Box, Dict, Discrete
+from pettingzoo import ParallelEnv
+
+class Mortal(ParallelEnv):
+    metadata = {"name": "mortal"}
+    possible_agents = ["mortal", "other"]
+
+    def __init__(self, in_info=False, limit=False, actions=None, render_mode=None):
+        self.in_info, self.limit = in_info, limit
+        self.actions = actions or {"mortal": Discrete(3), "other": Discrete(2, start=5)}
+
+    def observation_space(self, agent):
+        inner = Box(-9.0, 9.0, (2,) if agent == "mortal" else (1,))
+        mask = Box(0, 1, (3,), np.int8)
+        return inner if self.in_info else Dict({"observation": inner, "action_mask": mask})
+
+    def action_space(self, agent):
+        return self.actions[agent]
+
+    def look(self, agents):
+        seen = {a: np.full(2 - (a == "other"), self.steps, np.float32) for a in agents}
+        masks = {a: np.arange(self.actions[a].n) != self.steps % 3 for a in agents}
+        if self.in_info:
+            return seen, {a: {"action_mask": masks[a]} for a in agents}
+        return {a: {"observation": seen[a], "action_mask": masks[a]} for a in agents}, {
+            a: {} for a in agents
+        }
+
+    def reset(self, seed=None, options=None):
+        self.agents, self.steps = list(self.possible_agents), 0
+        return self.look(self.agents)
+
+    def step(self, actions):
+        assert set(actions) == set(self.agents)
+        for agent, action in actions.items():
+            own = self.action_space(agent)
+            assert own.contains(action), (agent, action)
+            assert action - own.start != self.steps % 3
+        self.steps += 1
+        acted = list(self.agents)
+        gone = {a: self.steps == (2 if a == "mortal" else 4) for a in acted}
+        by_limit = {a: gone[a] and self.limit and a == "other" for a in acted}
+        ended = {a: gone[a] and not by_limit[a] for a in acted}
+        self.agents = [a for a in acted if not gone[a]]
+        observations, infos = self.look(acted)
+        return observations, dict.fromkeys(acted, 1.0), ended, by_limit, infos
+
+def parallel_env(**options):
+    return Mortal(**options)
+"""
+
+
+@pytest.fixture
+def mortal(tmp_path, monkeypatch):
+    (tmp_path / "mortal.py").write_text(MODULE)
+    (tmp_path / "empty.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield "pettingzoo:mortal"
+    sys.modules.pop("mortal", None)
+    sys.modules.pop("empty", None)
+
+
+def test_equals_pettingzoo_step_by_step():
+    """simple_tag: four agents, two teams, two sizes of observation."""
+    env = make("pettingzoo:mpe2.simple_tag_v3", 3, seed=5, max_cycles=10)
+    originals = [simple_tag_v3.parallel_env(max_cycles=10) for _ in range(3)]
+    expected = [theirs.reset(seed=5 + i)[0] for i, theirs in enumerate(originals)]
+    obs, _ = env.reset()
+    assert obs.shape == (3, 4, 16) and env.obs_mask.sum(1).tolist() == [16, 16, 16, 14]
+    rng, ended = np.random.default_rng(0), 0
+    for _ in range(35):
+        for i, seen in enumerate(expected):
+            for k, vector in enumerate(seen.values()):
+                assert np.array_equal(obs[i, k, : len(vector)].numpy(), vector)
+                assert not obs[i, k, len(vector) :].any()
+            assert np.array_equal(env.state[i].numpy(), originals[i].state())
+        actions = rng.integers(0, 5, (3, 4))
+        obs, reward, terminated, truncated, info = env.step(torch.from_numpy(actions))
+        for i, theirs in enumerate(originals):
+            given = dict(zip(theirs.agents, actions[i].tolist(), strict=True))
+            seen, rewards, _, truncations, _ = theirs.step(given)
+            np.testing.assert_allclose(reward[i].numpy(), list(rewards.values()), rtol=1e-6)
+            final = np.concatenate(list(seen.values()))
+            assert np.array_equal(info["final_obs"][i][env.obs_mask].numpy(), final)
+            assert np.array_equal(info["final_state"][i].numpy(), theirs.state())
+            over = all(truncations.values())
+            assert (terminated[i].item(), truncated[i].item()) == (False, over)
+            expected[i] = theirs.reset()[0] if over else seen
+            ended += over
+    assert ended == 9
+
+
+@pytest.mark.parametrize("in_info", [False, True])
+@pytest.mark.parametrize("limit", [False, True])
+def test_masks_deaths_and_sizes(mortal, in_info, limit):
+    env = make(mortal, 2, in_info=in_info, limit=limit)
+    obs, _ = env.reset()
+    assert env.available_in_obs and env.single_observation_space.shape == (2 + 3,)
+    assert env.action_mask.tolist() == [[True] * 3, [True, True, False]]
+    own = [[True] * 5, [True, False, True, True, False]]
+    assert env.obs_mask.tolist() == own and env.state_dim == 8
+    for t in range(12):
+        step = t % 4
+        mask = [float(step % 3 != k) for k in range(3)]
+        first = [step, step, *mask] if step < 2 else [0] * 5  # dead: it sees nothing
+        assert obs[1].tolist() == [first, [step, 0, *mask[:2], 0]], t
+        assert env.alive[0].tolist() == [step < 2, True]
+        action = torch.tensor([[(step + 1) % 3, 1 - step % 2 if step != 2 else 0]] * 2)
+        action[:, 1] = next(k for k in range(2) if k != step % 3)
+        obs, reward, terminated, truncated, info = env.step(action)
+        assert reward[0].tolist() == [float(step < 2), 1.0]
+        over = step == 3
+        assert terminated.tolist() == [over and not limit] * 2
+        assert truncated.tolist() == [over and limit] * 2
+        if over:
+            assert info["final_obs"][0, 1, 0] == 4 and obs[0, 1, 0] == 0
+            assert info["episode_return"].tolist() == [6.0, 6.0]
+            assert info["episode_length"].tolist() == [4, 4]
+
+
+def test_mappo_takes_only_available_actions(mortal, tmp_path):
+    """The environment would refuse others; the dead are in the rollout, and in no loss."""
+    result = mappo.train(
+        mappo.Args(
+            env=mortal,
+            total_steps=400,
+            num_envs=4,
+            horizon=20,
+            epochs=2,
+            hidden_size=8,
+            eval_every=0,
+            eval_episodes=2,
+            run_dir=str(tmp_path / "run"),
+        )
+    )
+    assert result.last_return == 6.0
+
+
+def test_foraging():
+    pytest.importorskip("lbforaging")
+    env = make("lbforaging:Foraging-5x5-2p-1f-coop-v3", 4, seed=3)
+    obs, _ = env.reset()
+    assert obs.shape == (4, 2, 9) and env.state.shape == (4, 18)
+    chance, ended, fed = torch.Generator().manual_seed(0), 0, 0
+    for _ in range(300):
+        actions = torch.randint(6, (4, 2), generator=chance)
+        obs, reward, terminated, _, info = env.step(actions)
+        ended += terminated.sum().item()
+        fed += reward.sum().item()
+        for i in range(4):
+            food = info["final_obs"][i, 0, 2]
+            assert (food == 0) == (terminated[i] and info["episode_return"][i] == 1)
+    assert ended >= 20 and fed >= 1  # what both carry home is worth 1 together
+
+
+def test_a_resumed_run_starts_fresh_episodes():
+    name = "pettingzoo:mpe2.simple_spread_v3"
+    env, other = make(name, 2, seed=1), make(name, 2, seed=1)
+    first, _ = env.reset()
+    env.step(torch.zeros(2, 3, dtype=torch.int64))
+    other.load_state_dict(env.state_dict())
+    assert not torch.isclose(other.obs, first).all(2).any()
+    assert torch.equal(other.state, other.obs.flatten(1))
+
+
+def test_what_is_not_supported_is_refused_in_one_sentence(mortal):
+    from gymnasium.spaces import Box, Discrete, MultiDiscrete
+
+    mixed = {"mortal": Discrete(3), "other": Box(0.0, 1.0, (2,))}
+    many = {"mortal": MultiDiscrete([2, 2]), "other": Discrete(2)}
+    for name, options, words in (
+        ("pettingzoo:no_such.module", {}, "importing 'no_such.module' failed"),
+        ("pettingzoo:empty", {}, "the module 'empty' has no parallel_env"),
+        (mortal, {"unknown": 1}, "unexpected keyword argument 'unknown'"),
+        (mortal, {"actions": mixed}, "spaces are not supported together"),
+        (mortal, {"actions": many}, "the action space MultiDiscrete"),
+        (mortal, {"num_envs": 0}, "num_envs is 0"),
+    ):
+        with pytest.raises(ValueError, match=words) as raised:
+            make(name, options.pop("num_envs", 2), **options)
+        assert "\n" not in str(raised.value)
+    pytest.importorskip("lbforaging")
+    with pytest.raises(ValueError, match="has several agents"):
+        GymEnv("lbforaging:Foraging-5x5-2p-1f-coop-v3", 2)
+
+
+def test_render():
+    env = make("pettingzoo:mpe2.simple_spread_v3", 1, render_mode="rgb_array")
+    env.reset()
+    picture = env.render()
+    assert picture.shape == (700, 700, 3) and picture.std() > 0
+    env.close()
