@@ -246,13 +246,13 @@ def train(args: Args) -> Result:
     )  # fmt: skip
     rollout["noise"][-1] = agent.noise  # of a resumed run
 
+    losses: dict[str, Tensor] = {}  # of the last updates
     while step < args.total_steps:
         agent.warm_up.fill_(step < args.warmup_steps)
         rollout = workers.collect()
         agent.noise.copy_(rollout["noise"][-1])
         replay.add(rollout)
         before, step = step, step + args.horizon * args.num_envs
-        losses = {}
         if len(replay) >= min(args.warmup_steps, args.buffer_size):
             replay.importance_exponent = 0.4 + 0.6 * step / args.total_steps
             for _ in range(int(before * args.utd_ratio), int(step * args.utd_ratio)):
@@ -263,8 +263,8 @@ def train(args: Args) -> Result:
 
         run.log_episodes(step, rollout)
         if step // args.log_every > before // args.log_every:
-            losses = {f"losses/{name}": value.detach() for name, value in losses.items()}
-            run.log(step, {"charts/replay_size": len(replay), **losses})
+            metrics = {f"losses/{name}": value.detach() for name, value in losses.items()}
+            run.log(step, {"charts/replay_size": len(replay), **metrics})
         run.evaluate(step)
         run.checkpoint(step)
     return run.finish(step)

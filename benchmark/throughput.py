@@ -10,6 +10,7 @@ all of them; the median counts. `ratio` is CraneRL's median over that contender'
 cores as it sees fit, with its own defaults; what is compared is said beside it.
 """
 
+import copy
 import csv
 import datetime
 import os
@@ -32,7 +33,8 @@ import tyro
 
 import vec_envs
 from algos import ppo, ppo_hterm, ppo_hterm_variants
-from algos.worker_learner import Workers, flatten
+from algos import sac as sac_script
+from algos.worker_learner import ReplayBuffer, Workers, flatten
 from vec_envs.chasing import Chasing
 from vec_envs.core import available_cores
 
@@ -46,7 +48,7 @@ class Options:
     """Measure, write results/throughput.csv and throughput.png, print a table."""
 
     sections: list[str] = field(
-        default_factory=lambda: ["env", "training", "dqn", "chasing", "hterm"]
+        default_factory=lambda: ["env", "training", "dqn", "chasing", "hterm", "sac"]
     )
     """what to measure; the other sections keep their rows"""
     rounds: int = 5
@@ -352,7 +354,124 @@ def hterm(options: Options) -> Iterator[tuple[str, str, Contenders]]:
     yield "PPO's update with the H-term", "transitions/s", turns
 
 
-SECTIONS = {"env": env, "training": training, "dqn": dqn, "chasing": chasing, "hterm": hterm}
+OBS, ACT, BATCH, HIDDEN = 17, 6, 256, 256  # HalfCheetah's sizes
+
+
+def sac_stepper(bf16: bool) -> Callable[[int], None]:
+    """Sampling and `update` of sac.py, on random transitions."""
+    args = sac_script.Args(bf16=bf16)
+    spaces = gymnasium.spaces.Box(-np.inf, np.inf, (OBS,)), gymnasium.spaces.Box(-1.0, 1.0, (ACT,))
+    agent = sac_script.Agent(*spaces, args)
+    target = copy.deepcopy(agent.critics).requires_grad_(False)
+    optimizers = tuple(
+        torch.optim.Adam([flatten(network)], 3e-4, fused=True)
+        for network in (agent.critics, agent.actor)
+    )
+    rollout = {"obs": torch.randn(1000, 4, OBS), "action": torch.rand(1000, 4, ACT) * 2 - 1}
+    rollout |= {"reward": torch.randn(1000, 4), "next_obs": torch.randn(1000, 4, OBS)}
+    rollout |= dict.fromkeys(("terminated", "done"), torch.zeros(1000, 4, dtype=torch.bool))
+    run = SimpleNamespace(device=torch.device("cpu"), args=args)
+    replay = ReplayBuffer(run, rollout, 4000)
+    replay.add(rollout)
+    functions = sac_script.critic_loss, sac_script.actor_loss
+
+    def step(i: int) -> None:
+        torch.set_float32_matmul_precision("medium" if bf16 else "highest")
+        sac_script.update(agent, target, optimizers, replay.sample(BATCH), functions, args)
+        torch.set_float32_matmul_precision("highest")
+
+    return step
+
+
+def plain_sac_stepper() -> Callable[[int], None]:
+    """SAC's update as it is usually written: separate critics, three optimizers, fp32."""
+    mlp, normal = sac_script.mlp, torch.distributions.Normal
+    actor = mlp(OBS, HIDDEN, 2 * ACT)
+    critics, targets = ([mlp(OBS + ACT, HIDDEN, 1) for _ in range(2)] for _ in range(2))
+    log_alpha = torch.zeros(1, requires_grad=True)
+    weights = [weight for critic in critics for weight in critic.parameters()]
+    groups = weights, list(actor.parameters()), [log_alpha]
+    critic_optimizer, actor_optimizer, alpha_optimizer = (
+        torch.optim.Adam(group, 3e-4) for group in groups
+    )
+    obs, next_obs = torch.randn(2, 100_000, OBS)
+    action, reward, done = torch.rand(100_000, ACT), torch.randn(100_000), torch.zeros(100_000)
+
+    def sample(obs):
+        mean, log_std = actor(obs).chunk(2, -1)
+        policy = normal(mean, log_std.clamp(-20, 2).exp())
+        u = policy.rsample()
+        log_prob = policy.log_prob(u) - torch.log(1 - u.tanh().square() + 1e-6)
+        return u.tanh(), log_prob.sum(-1)
+
+    def smallest(networks, obs, action):
+        x = torch.cat((obs, action), -1)
+        return torch.min(*(network(x).squeeze(-1) for network in networks))
+
+    def step(i: int) -> None:
+        index = torch.randint(100_000, (BATCH,))
+        s, a, r, next_s, d = (x[index] for x in (obs, action, reward, next_obs, done))
+        alpha = log_alpha.detach().exp()
+        with torch.no_grad():
+            next_a, log_prob = sample(next_s)
+            y = r + 0.99 * (1 - d) * (smallest(targets, next_s, next_a) - alpha * log_prob)
+        x = torch.cat((s, a), -1)
+        loss = sum(torch.nn.functional.mse_loss(q(x).squeeze(-1), y) for q in critics)
+        critic_optimizer.zero_grad()
+        loss.backward()
+        critic_optimizer.step()
+        new_a, log_prob = sample(s)
+        actor_optimizer.zero_grad()
+        (alpha * log_prob - smallest(critics, s, new_a)).mean().backward()
+        actor_optimizer.step()
+        alpha_optimizer.zero_grad()
+        (-log_alpha * (log_prob.detach() - ACT)).mean().backward()
+        alpha_optimizer.step()
+        with torch.no_grad():
+            for ours, theirs in zip(critics, targets, strict=True):
+                for w, v in zip(ours.parameters(), theirs.parameters(), strict=True):
+                    v.mul_(0.995).add_(0.005 * w)
+
+    return step
+
+
+def stable_baselines_sac(threads: int, seconds: float) -> Callable[[], float]:
+    from stable_baselines3 import SAC
+
+    model = SAC("MlpPolicy", gymnasium.make("HalfCheetah-v5"), device="cpu", batch_size=BATCH)
+    model.learn(500)
+
+    def turn() -> float:
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        speed = per_second(lambda i: model.train(20, BATCH), 20, seconds)
+        torch.set_num_threads(before)
+        return speed
+
+    return turn
+
+
+def sac(options: Options) -> Iterator[tuple[str, str, Contenders]]:
+    """SAC's gradient updates: batch 256, two hidden layers of 256, HalfCheetah's sizes."""
+    steppers = {
+        "CraneRL sac.py --bf16": sac_stepper(bf16=True),
+        "CraneRL sac.py --no-bf16": sac_stepper(bf16=False),
+        "plain loop, fp32": plain_sac_stepper(),
+    }
+    turns = {
+        what: lambda step=step: per_second(step, 1, options.seconds)
+        for what, step in steppers.items()
+    }
+    for threads in sorted({1, available_cores()}):
+        what = f"Stable-Baselines3 SAC, {threads} torch thread{'s' if threads > 1 else ''}"
+        turns[what] = stable_baselines_sac(threads, options.seconds)
+    yield "SAC updates", "updates/s", turns
+
+
+SECTIONS = {
+    **{"env": env, "training": training, "dqn": dqn, "chasing": chasing, "hterm": hterm},
+    "sac": sac,
+}
 
 
 # Measuring and showing.
