@@ -3,9 +3,7 @@
 import copy
 import math
 import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,6 +11,14 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
+from test_runs import (
+    finish,
+    kill,
+    nothing_is_left_running,  # noqa: F401  (a fixture of every test here)
+    pause,
+    start_command,
+    wait_for_pause,
+)
 from torch import distributions
 
 from algos import ddpg, sac, td3, worker_learner
@@ -500,17 +506,12 @@ def test_sigkill(tmp_path):
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in TINY.items()]
     path, run_dir = Path(sac.__file__), tmp_path / "killed"
     command = [sys.executable, path, *flags, "--total-steps=1500", f"--run-dir={run_dir}"]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 240
-    while not (run_dir / "checkpoint.prev.pt").exists() and time.monotonic() < deadline:
-        time.sleep(0.001)
-    process.kill()
-    assert process.wait() == -signal.SIGKILL
-    done = subprocess.run(
-        [sys.executable, path, "--resume", run_dir], capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode == 0 and "Not exact" not in done.stdout, done.stdout + done.stderr
-    assert "Resumed at step" in done.stdout
+    run = start_command(command, run_dir, pause(2))
+    wait_for_pause(run)
+    kill(run)
+    finish(run, -9)
+    done = finish(start_command([sys.executable, path, "--resume", run_dir], run_dir))
+    assert "Not exact" not in done.text and "Resumed at step" in done.out
     run_of(sac, tmp_path / "reference", total_steps=1500)
     ours, theirs = (
         torch.load(tmp_path / name / "checkpoint.pt", weights_only=True)
