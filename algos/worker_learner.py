@@ -1157,8 +1157,9 @@ def var_mean_over_learners(
     var, mean = torch.var_mean(x, dim, correction=0, keepdim=keepdim)
     if count_learners() == 1:
         return var, mean
-    overall = mean_over_learners(mean)
-    return mean_over_learners(var + (mean - overall).square()), overall
+    mean = mean.double()  # in which E[x²] − E[x]² loses nothing that counts
+    mean, square = mean_over_learners(torch.stack((mean, var + mean.square())))
+    return (square - mean.square()).to(var), mean.to(var)
 
 
 def std_mean_over_learners(x: Tensor) -> tuple[Tensor, Tensor]:
