@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from algos.worker_learner import load_checked
+
 ROOT = Path(__file__).parent.parent
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 PATIENCE = 240  # seconds, for machines that are busy with something else
@@ -191,8 +193,8 @@ def test_nodes_leave_and_join(tmp_path):
         port = free.getsockname()[1]
     options = (
         "--nnodes 1:2 --nproc-per-node 1 --max-restarts 9 --rdzv-backend c10d "
-        f"--rdzv-endpoint localhost:{port} --rdzv-id job --monitor-interval 0.1 "
-        "--rdzv-conf last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"
+        f"--rdzv-endpoint localhost:{port} --rdzv-id job "
+        "--rdzv-conf last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=10"
     )
     flags = f"{TINY} --total-steps 1000000000 --run-dir {tmp_path / 'run'}"
 
@@ -204,8 +206,8 @@ def test_nodes_leave_and_join(tmp_path):
 
     def saved_by(learners: int, after: int) -> dict | None:
         """The newest checkpoint, if so many learners saved it after that step."""
-        path = tmp_path / "run" / "checkpoint.pt"
-        run = load(path.parent)["run"] if path.exists() else {"learners": 0}
+        content, _ = load_checked(tmp_path / "run" / "checkpoint.pt")  # None while it is replaced
+        run = content["run"] if content else {"learners": 0}
         return run if run["learners"] == learners and run["step"] > after else None
 
     first = Torchrun(tmp_path / "1", options, flags)
@@ -224,7 +226,7 @@ def test_nodes_leave_and_join(tmp_path):
         node.finish(None)
         assert "Traceback" not in node.out
     said = first.out + second.out + third.out
-    assert starts(2) == 2 and len(re.findall(r"Resumed at step \d+", said)) >= 3
+    assert starts(2) >= 2 and len(re.findall(r"Resumed at step \d+", said)) >= 3
     assert load(tmp_path / "run")["run"]["step"] >= step
 
 
