@@ -27,7 +27,18 @@ import torch
 from torch import Tensor, nn
 
 import vec_envs
-from algos.worker_learner import Result, Run, RunArgs, Workers, flatten, parse
+from algos.worker_learner import (
+    Result,
+    Run,
+    RunArgs,
+    Workers,
+    average_gradients,
+    count_learners,
+    flatten,
+    parse,
+    std_mean_over_learners,
+    var_mean_over_learners,
+)
 
 
 @dataclass
@@ -81,11 +92,12 @@ class Normalizer(nn.Module):
         return ((x - self.mean) * torch.rsqrt(self.var + 1e-8)).clamp(-10, 10)
 
     def update(self, x: Tensor) -> None:
-        """Take in a batch x (B, size); Chan's formula for the variance of a union."""
+        """Take in all learners' batches x (B, size); Chan's formula for the variance of a union."""
         x = x.reshape(-1, x.shape[-1])
-        var, mean = torch.var_mean(x, 0, correction=0)
-        total = self.count + len(x)
-        share = len(x) / total
+        var, mean = var_mean_over_learners(x, 0)
+        size = len(x) * count_learners()
+        total = self.count + size
+        share = size / total
         difference = mean - self.mean
         self.mean += difference * share
         self.var += (var - self.var) * share + difference.square() * share * (1 - share)
@@ -236,8 +248,8 @@ def prepare(agent: Agent, rollout: dict[str, Tensor], args: Args) -> dict[str, T
 def batch_loss(agent: Agent, batch: dict[str, Tensor], args: Args) -> tuple[Tensor, dict]:
     """The loss of a rollout, and what to log of it."""
     log_prob, entropy = agent.log_prob_entropy(batch["obs"], batch["action"])
-    advantage = batch["advantage"]
-    advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+    std, mean = std_mean_over_learners(batch["advantage"])
+    advantage = (batch["advantage"] - mean) / (std + 1e-8)
     losses = {
         "policy": policy_loss(log_prob, advantage),
         "value": value_loss(agent.value(batch["obs"]), batch["returns"]),
@@ -256,6 +268,7 @@ def update(agent: Agent, optimizer, rollout, loss_function, args: Args) -> dict[
     loss, losses = loss_function(agent, batch, args)
     weights.grad.zero_()
     loss.backward()
+    average_gradients(weights)
     norm = losses["gradient_norm"] = weights.grad.norm()
     weights.grad.mul_((args.max_grad_norm / (norm + 1e-6)).clamp(max=1))
     optimizer.step()
@@ -280,7 +293,7 @@ def train(args: Args) -> Result:
             left = 1 - step / args.total_steps
             optimizer.param_groups[0]["lr"].fill_(args.learning_rate * left)
         rollout = workers.collect()
-        step += args.horizon * args.num_envs
+        step += args.horizon * args.num_envs * run.learners
         losses = update(agent, optimizer, rollout, loss_function, args)
 
         run.log_episodes(step, rollout)

@@ -37,8 +37,10 @@ from algos.worker_learner import (
     RunArgs,
     UserError,
     Workers,
+    average_gradients,
     flatten,
     parse,
+    var_mean_over_learners,
 )
 
 
@@ -125,7 +127,7 @@ class BatchRenorm(nn.Module):
         if not self.training:
             slope = self.scale * torch.rsqrt(self.var + 1e-3)
             return torch.addcmul(self.shift - self.mean * slope, x, slope)
-        var, mean = torch.var_mean(x, -2, correction=0, keepdim=True)
+        var, mean = var_mean_over_learners(x, -2, keepdim=True)
         inverse_std = torch.rsqrt(var + 1e-3)
         with torch.no_grad():
             std = (self.var + 1e-3).sqrt()
@@ -277,6 +279,7 @@ def gradient_step(loss: Tensor, network: nn.Module, optimizer, max_grad_norm: fl
     (weights,) = optimizer.param_groups[0]["params"]  # all of the network's in one vector
     weights.grad.zero_()
     loss.backward(inputs=list(network.parameters()))
+    average_gradients(weights)
     if max_grad_norm:
         weights.grad.mul_((max_grad_norm / (weights.grad.norm() + 1e-6)).clamp(max=1))
     optimizer.step()
@@ -326,7 +329,7 @@ def train(args: Args) -> Result:
         agent.warm_up.fill_(step < args.warmup_steps)
         rollout = workers.collect()
         replay.add(rollout)
-        before, step = step, step + args.horizon * args.num_envs
+        before, step = step, step + args.horizon * args.num_envs * run.learners
         if len(replay) >= min(args.warmup_steps, args.buffer_size):
             replay.importance_exponent = 0.4 + 0.6 * step / args.total_steps
             for number in range(int(before * args.utd_ratio), int(step * args.utd_ratio)):

@@ -36,6 +36,7 @@ from algos.worker_learner import (
     RunArgs,
     UserError,
     Workers,
+    average_gradients,
     flatten,
     parse,
 )
@@ -197,6 +198,7 @@ def gradient_step(loss: Tensor, network: nn.Module, optimizer, max_grad_norm: fl
     (weights,) = optimizer.param_groups[0]["params"]  # all of the network's in one vector
     weights.grad.zero_()
     loss.backward(inputs=list(network.parameters()))
+    average_gradients(weights)
     if max_grad_norm:
         weights.grad.mul_((max_grad_norm / (weights.grad.norm() + 1e-6)).clamp(max=1))
     optimizer.step()
@@ -252,7 +254,7 @@ def train(args: Args) -> Result:
         rollout = workers.collect()
         agent.noise.copy_(rollout["noise"][-1])
         replay.add(rollout)
-        before, step = step, step + args.horizon * args.num_envs
+        before, step = step, step + args.horizon * args.num_envs * run.learners
         if len(replay) >= min(args.warmup_steps, args.buffer_size):
             replay.importance_exponent = 0.4 + 0.6 * step / args.total_steps
             for _ in range(int(before * args.utd_ratio), int(step * args.utd_ratio)):

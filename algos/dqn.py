@@ -37,8 +37,11 @@ from algos.worker_learner import (
     RunArgs,
     UserError,
     Workers,
+    average_gradients,
+    count_learners,
     flatten,
     parse,
+    var_mean_over_learners,
 )
 
 
@@ -116,11 +119,12 @@ class Normalizer(nn.Module):
         return ((x - self.mean) * torch.rsqrt(self.var + 1e-8)).clamp(-10, 10)
 
     def update(self, x: Tensor) -> None:
-        """Take in a batch x (B, size); Chan's formula for the variance of a union."""
+        """Take in all learners' batches x (B, size); Chan's formula for the variance of a union."""
         x = x.reshape(-1, x.shape[-1])
-        var, mean = torch.var_mean(x, 0, correction=0)
-        total = self.count + len(x)
-        share = len(x) / total
+        var, mean = var_mean_over_learners(x, 0)
+        size = len(x) * count_learners()
+        total = self.count + size
+        share = size / total
         difference = mean - self.mean
         self.mean += difference * share
         self.var += (var - self.var) * share + difference.square() * share * (1 - share)
@@ -211,6 +215,7 @@ def update(agent: Agent, target_network, optimizer, replay, loss_function, args:
     loss, losses = loss_function(agent, batch, target)
     weights.grad.zero_()
     loss.backward()
+    average_gradients(weights)
     norm = losses["gradient_norm"] = weights.grad.norm()
     weights.grad.mul_((args.max_grad_norm / (norm + 1e-6)).clamp(max=1))
     optimizer.step()
@@ -239,7 +244,7 @@ def train(args: Args) -> Result:
         rollout = workers.collect()
         replay.add(rollout)
         agent.normalizer.update(rollout["obs"])
-        before, step = step, step + args.horizon * args.num_envs
+        before, step = step, step + args.horizon * args.num_envs * run.learners
 
         losses: dict[str, Tensor] = {}
         if len(replay) >= min(args.warmup_steps, args.buffer_size):

@@ -41,7 +41,18 @@ import torch
 from torch import Tensor, nn
 
 import vec_envs
-from algos.worker_learner import Result, Run, RunArgs, Workers, flatten, parse
+from algos.worker_learner import (
+    Result,
+    Run,
+    RunArgs,
+    Workers,
+    average_gradients,
+    count_learners,
+    flatten,
+    mean_over_learners,
+    parse,
+    var_mean_over_learners,
+)
 
 
 @dataclass
@@ -111,11 +122,12 @@ class Normalizer(nn.Module):
         return ((x - self.mean) * torch.rsqrt(self.var + 1e-8)).clamp(-10, 10)
 
     def update(self, x: Tensor) -> None:
-        """Take in a batch x (B, size); Chan's formula for the variance of a union."""
+        """Take in all learners' batches x (B, size); Chan's formula for the variance of a union."""
         x = x.reshape(-1, x.shape[-1])
-        var, mean = torch.var_mean(x, 0, correction=0)
-        total = self.count + len(x)
-        share = len(x) / total
+        var, mean = var_mean_over_learners(x, 0)
+        size = len(x) * count_learners()
+        total = self.count + size
+        share = size / total
         difference = mean - self.mean
         self.mean += difference * share
         self.var += (var - self.var) * share + difference.square() * share * (1 - share)
@@ -265,8 +277,8 @@ def gae(reward, value, next_value, terminated, done, args: Args) -> Tensor:
 
 
 def masked_mean(x: Tensor, alive: Tensor) -> Tensor:
-    """The mean of x over the agents that live, both (B, A), alive 1 or 0."""
-    return (x * alive).sum() / alive.sum().clamp(min=1)
+    """The mean of x over the agents that live, both (B, A), 1 or 0; a learner's part."""
+    return (x * alive).sum() / mean_over_learners(alive.sum()).clamp(min=1)
 
 
 def policy_loss(log_ratio: Tensor, advantage: Tensor, alive: Tensor, clip: float) -> Tensor:
@@ -322,8 +334,10 @@ def minibatch_loss(agent: Agent, batch: dict[str, Tensor], args: Args) -> tuple[
     alive = batch["alive"]
     log_prob, entropy = agent.log_prob_entropy(batch["obs"], batch["action"], batch["available"])
     log_ratio = log_prob - batch["log_prob"]
-    advantage = batch["advantage"] - masked_mean(batch["advantage"], alive)
-    advantage = advantage / (masked_mean(advantage.square(), alive).sqrt() + 1e-8)
+    advantage = batch["advantage"]
+    advantage = advantage - mean_over_learners(masked_mean(advantage, alive))
+    variance = mean_over_learners(masked_mean(advantage.square(), alive))
+    advantage = advantage / (variance.sqrt() + 1e-8)
     value = agent.value(batch["critic_input"])
     losses = {
         "policy": policy_loss(log_ratio, advantage, alive, args.clip),
@@ -353,6 +367,7 @@ def update(agent: Agent, optimizer, rollout, loss_function, args: Args) -> dict[
             loss, losses = loss_function(agent, minibatch, args)
             weights.grad.zero_()
             loss.backward()
+            average_gradients(weights)
             norm = losses["gradient_norm"] = weights.grad.norm()
             weights.grad.mul_((args.max_grad_norm / (norm + 1e-6)).clamp(max=1))
             optimizer.step()
@@ -360,7 +375,7 @@ def update(agent: Agent, optimizer, rollout, loss_function, args: Args) -> dict[
                 sums[name] = sums.get(name, 0) + value.detach()
             steps += 1
             if args.learning_rate_schedule == "adaptive":
-                adapt_learning_rate(optimizer, losses["kl"], args.target_kl)
+                adapt_learning_rate(optimizer, mean_over_learners(losses["kl"]), args.target_kl)
     agent.normalizer.update(rollout["obs"].flatten(-2))  # last, so that all saw one normaliser
     agent.state_normalizer.update(rollout["state"])
     return {name: value / steps for name, value in sums.items()}
@@ -392,7 +407,7 @@ def train(args: Args) -> Result:
         if args.learning_rate_schedule == "anneal":
             optimizer.param_groups[0]["lr"].fill_(args.learning_rate * left)
         rollout = workers.collect()
-        step += args.horizon * args.num_envs
+        step += args.horizon * args.num_envs * run.learners
         losses = update(agent, optimizer, rollout, loss_function, args)
 
         run.log_episodes(step, rollout)

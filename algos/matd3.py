@@ -34,7 +34,17 @@ import torch
 from torch import Tensor, nn
 
 import vec_envs
-from algos.worker_learner import ReplayBuffer, Result, Run, RunArgs, Workers, flatten, parse
+from algos.worker_learner import (
+    ReplayBuffer,
+    Result,
+    Run,
+    RunArgs,
+    Workers,
+    average_gradients,
+    flatten,
+    mean_over_learners,
+    parse,
+)
 
 
 @dataclass
@@ -205,8 +215,8 @@ def collect(agent: Agent, envs: vec_envs.VecEnv, rollout: dict[str, Tensor]) -> 
 
 
 def masked_mean(x: Tensor, alive: Tensor) -> Tensor:
-    """The mean of x (A, B) over the agents that live, alive (B, A) 1 or 0."""
-    return (x * alive.T).sum() / alive.sum().clamp(min=1)
+    """The mean of x (A, B) over the agents that live, alive (B, A) 1 or 0; a learner's part."""
+    return (x * alive.T).sum() / mean_over_learners(alive.sum()).clamp(min=1)
 
 
 def critic_loss(agent: Agent, target: Agent, batch: dict[str, Tensor], args: Args) -> Tensor:
@@ -242,6 +252,7 @@ def gradient_step(loss: Tensor, network: nn.Module, optimizer, max_grad_norm: fl
     (weights,) = optimizer.param_groups[0]["params"]  # all of the network's in one vector
     weights.grad.zero_()
     loss.backward(inputs=list(network.parameters()))
+    average_gradients(weights)
     weights.grad.mul_((max_grad_norm / (weights.grad.norm() + 1e-6)).clamp(max=1))
     optimizer.step()
 
@@ -292,7 +303,7 @@ def train(args: Args) -> Result:
             optimizer.param_groups[0]["lr"].fill_(args.learning_rate * left)
         rollout = workers.collect()
         replay.add(rollout)
-        before, step = step, step + args.horizon * args.num_envs
+        before, step = step, step + args.horizon * args.num_envs * run.learners
         losses = {}
         if len(replay) >= min(args.warmup_steps, args.buffer_size):
             for number in range(int(before * args.utd_ratio), int(step * args.utd_ratio)):

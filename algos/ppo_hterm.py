@@ -33,7 +33,19 @@ import torch
 from torch import Tensor, nn
 
 import vec_envs
-from algos.worker_learner import Result, Run, RunArgs, Workers, flatten, parse
+from algos.worker_learner import (
+    Result,
+    Run,
+    RunArgs,
+    Workers,
+    average_gradients,
+    count_learners,
+    flatten,
+    mean_over_learners,
+    parse,
+    std_mean_over_learners,
+    var_mean_over_learners,
+)
 
 
 @dataclass
@@ -118,11 +130,12 @@ class Normalizer(nn.Module):
         return ((x - self.mean) * torch.rsqrt(self.var + 1e-8)).clamp(-10, 10)
 
     def update(self, x: Tensor) -> None:
-        """Take in a batch x (B, size); Chan's formula for the variance of a union."""
+        """Take in all learners' batches x (B, size); Chan's formula for the variance of a union."""
         x = x.reshape(-1, x.shape[-1])
-        var, mean = torch.var_mean(x, 0, correction=0)
-        total = self.count + len(x)
-        share = len(x) / total
+        var, mean = var_mean_over_learners(x, 0)
+        size = len(x) * count_learners()
+        total = self.count + size
+        share = size / total
         difference = mean - self.mean
         self.mean += difference * share
         self.var += (var - self.var) * share + difference.square() * share * (1 - share)
@@ -284,8 +297,8 @@ def minibatch_loss(agent: Agent, batch: dict[str, Tensor], args: Args) -> tuple[
     """The loss of one minibatch, and what to log of it."""
     log_prob, entropy = agent.log_prob_entropy(batch["obs"], batch["action"])
     log_ratio = log_prob - batch["log_prob"]
-    advantage = batch["advantage"]
-    advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+    std, mean = std_mean_over_learners(batch["advantage"])
+    advantage = (batch["advantage"] - mean) / (std + 1e-8)
     losses = {
         "policy": policy_loss(log_ratio, advantage, args.clip),
         "value": value_loss(agent.value(batch["obs"]), batch["value"], batch["returns"], args),
@@ -332,7 +345,8 @@ class EnergyMemory(nn.Module):
         x = agent.normalizer(self.obs.flatten(0, 1)[index])  # (candidates, obs_dim)
         action, returns = self.action.flatten(0, 1)[index], self.returns.flatten()[index]
         energy = (returns - agent.value(x)).clamp(min=0)
-        mean_energy = energy.sum() / (energy > 0).sum().clamp(min=1)
+        positive = mean_over_learners((energy > 0).sum())
+        mean_energy = mean_over_learners(energy.sum()) / positive.clamp(min=1)
         cumulated = energy.double().cumsum(0)
         while True:
             height = torch.rand_like(cumulated[-1].expand(batch_size)) * cumulated[-1]
@@ -377,6 +391,7 @@ def update(
                 loss = loss + args.hterm_coef * losses["hamiltonian"]
             weights.grad.zero_()
             loss.backward()
+            average_gradients(weights)
             norm = losses["gradient_norm"] = weights.grad.norm()
             weights.grad.mul_((args.max_grad_norm / (norm + 1e-6)).clamp(max=1))
             optimizer.step()
@@ -384,7 +399,7 @@ def update(
                 sums[name] = sums.get(name, 0) + value.detach()
             steps += 1
             if args.learning_rate_schedule == "adaptive":
-                adapt_learning_rate(optimizer, losses["kl"], args.target_kl)
+                adapt_learning_rate(optimizer, mean_over_learners(losses["kl"]), args.target_kl)
     agent.normalizer.update(rollout["obs"])  # last, so that all of the above saw one normaliser
     return {name: value / steps for name, value in sums.items()}
 
@@ -414,7 +429,7 @@ def train(args: Args) -> Result:
         if args.learning_rate_schedule == "anneal":
             optimizer.param_groups[0]["lr"].fill_(args.learning_rate * left)
         rollout = workers.collect()
-        step += args.horizon * args.num_envs
+        step += args.horizon * args.num_envs * run.learners
         losses = update(agent, optimizer, rollout, loss_function, args, memory)
 
         run.log_episodes(step, rollout)

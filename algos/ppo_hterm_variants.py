@@ -34,7 +34,19 @@ import torch
 from torch import Tensor, nn
 
 import vec_envs
-from algos.worker_learner import Result, Run, RunArgs, Workers, flatten, parse
+from algos.worker_learner import (
+    Result,
+    Run,
+    RunArgs,
+    Workers,
+    average_gradients,
+    count_learners,
+    flatten,
+    mean_over_learners,
+    parse,
+    std_mean_over_learners,
+    var_mean_over_learners,
+)
 
 
 @dataclass
@@ -124,11 +136,12 @@ class Normalizer(nn.Module):
         return ((x - self.mean) * torch.rsqrt(self.var + 1e-8)).clamp(-10, 10)
 
     def update(self, x: Tensor) -> None:
-        """Take in a batch x (B, size); Chan's formula for the variance of a union."""
+        """Take in all learners' batches x (B, size); Chan's formula for the variance of a union."""
         x = x.reshape(-1, x.shape[-1])
-        var, mean = torch.var_mean(x, 0, correction=0)
-        total = self.count + len(x)
-        share = len(x) / total
+        var, mean = var_mean_over_learners(x, 0)
+        size = len(x) * count_learners()
+        total = self.count + size
+        share = size / total
         difference = mean - self.mean
         self.mean += difference * share
         self.var += (var - self.var) * share + difference.square() * share * (1 - share)
@@ -289,8 +302,8 @@ def minibatch_loss(agent: Agent, batch: dict[str, Tensor], args: Args) -> tuple[
     """The loss of one minibatch, and what to log of it."""
     log_prob, entropy = agent.log_prob_entropy(batch["obs"], batch["action"])
     log_ratio = log_prob - batch["log_prob"]
-    advantage = batch["advantage"]
-    advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+    std, mean = std_mean_over_learners(batch["advantage"])
+    advantage = (batch["advantage"] - mean) / (std + 1e-8)
     losses = {
         "policy": policy_loss(log_ratio, advantage, args.clip),
         "value": value_loss(agent.value(batch["obs"]), batch["value"], batch["returns"], args),
@@ -362,12 +375,12 @@ def chain_gradient(
 
 def chain_term(agent: Agent, spins: dict[str, Tensor], windows: Windows, args: Args) -> Tensor:
     """− (1/Σm) Σ m_i min( ρ_i ĝ_i , clip(ρ_i, 1−ε, 1+ε) ĝ_i )"""
-    mask, total = spins["mask"], spins["mask"].sum()
+    mask, total = spins["mask"], mean_over_learners(spins["mask"].sum())
     log_ratio = agent.log_prob_entropy(spins["obs"], spins["action"])[0] - spins["log_prob"]
     with torch.no_grad():
         g = chain_gradient(log_ratio, spins["delta"], mask, args.discount)
-        g = g - (g * mask).sum() / total
-        windows.g_square.lerp_((g.square() * mask).sum() / total, 0.01)
+        g = g - mean_over_learners((g * mask).sum()) / total
+        windows.g_square.lerp_(mean_over_learners((g.square() * mask).sum()) / total, 0.01)
         g = g / (windows.g_square.sqrt() + 1e-6)
     ratio = log_ratio.exp()
     clipped = ratio.clamp(1 - args.clip, 1 + args.clip)
@@ -392,6 +405,7 @@ def add_capped(weights: nn.Parameter, term: Tensor, coef: float) -> None:
     base = weights.grad.clone()
     weights.grad.zero_()
     term.backward()
+    average_gradients(weights)
     coef = (0.25 * base.norm() / (weights.grad.norm() + 1e-12)).clamp(max=coef)
     weights.grad.mul_(coef).add_(base)
 
@@ -423,6 +437,7 @@ def update(
             loss, losses = loss_function(agent, minibatch, args)
             weights.grad.zero_()
             loss.backward()
+            average_gradients(weights)
             if coef > 0:
                 if args.hterm == "chain":
                     drawn = windows.draw(spins, args.window_selection)
@@ -437,7 +452,7 @@ def update(
                 sums[name] = sums.get(name, 0) + value.detach()
             steps += 1
             if args.learning_rate_schedule == "adaptive":
-                adapt_learning_rate(optimizer, losses["kl"], args.target_kl)
+                adapt_learning_rate(optimizer, mean_over_learners(losses["kl"]), args.target_kl)
     agent.normalizer.update(rollout["obs"])  # last, so that all of the above saw one normaliser
     return {name: value / steps for name, value in sums.items()}
 
@@ -467,7 +482,7 @@ def train(args: Args) -> Result:
         if args.learning_rate_schedule == "anneal":
             optimizer.param_groups[0]["lr"].fill_(args.learning_rate * left)
         rollout = workers.collect()
-        step += args.horizon * args.num_envs
+        step += args.horizon * args.num_envs * run.learners
         losses = update(
             agent, optimizer, rollout, loss_function, args, windows, left * args.hterm_coef
         )

@@ -35,7 +35,9 @@ from algos.worker_learner import (
     RunArgs,
     UserError,
     Workers,
+    average_gradients,
     flatten,
+    mean_over_learners,
     parse,
 )
 
@@ -205,7 +207,8 @@ def critic_loss(agent: Agent, target: Critics, batch: dict, args: Args) -> tuple
     """Σ_i E[ ½ w ( Q_i(s, a) − y )² ] with importance weights w, and the TD errors (B,)."""
     with torch.no_grad():
         next_action, log_prob = agent.sample(batch["next_obs"])
-        some = torch.rand(args.ensemble_size, device=log_prob.device).topk(args.subset_size).indices
+        chance = mean_over_learners(torch.rand(args.ensemble_size, device=log_prob.device))
+        some = chance.topk(args.subset_size).indices  # the same for all learners
         next_value = target(batch["next_obs"], next_action, members=some).amin(0)
         next_value -= agent.actor.log_temperature.exp() * log_prob
         future = batch["discount"] * ~batch["terminated"] * next_value
@@ -233,6 +236,7 @@ def gradient_step(loss: Tensor, network: nn.Module, optimizer, max_grad_norm: fl
     (weights,) = optimizer.param_groups[0]["params"]  # all of the network's in one vector
     weights.grad.zero_()
     loss.backward(inputs=list(network.parameters()))
+    average_gradients(weights)
     if max_grad_norm:
         weights.grad.mul_((max_grad_norm / (weights.grad.norm() + 1e-6)).clamp(max=1))
     optimizer.step()
@@ -296,7 +300,7 @@ def train(args: Args) -> Result:
         agent.warm_up.fill_(step < args.warmup_steps)
         rollout = workers.collect()
         replay.add(rollout)
-        before, step = step, step + args.horizon * args.num_envs
+        before, step = step, step + args.horizon * args.num_envs * run.learners
         if len(replay) >= min(args.warmup_steps, args.buffer_size):
             replay.importance_exponent = 0.4 + 0.6 * step / args.total_steps
             for number in range(int(before * args.utd_ratio), int(step * args.utd_ratio)):

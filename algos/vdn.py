@@ -38,7 +38,18 @@ import torch
 from torch import Tensor, nn
 
 import vec_envs
-from algos.worker_learner import Result, Run, RunArgs, UserError, Workers, flatten, parse
+from algos.worker_learner import (
+    Result,
+    Run,
+    RunArgs,
+    UserError,
+    Workers,
+    average_gradients,
+    count_learners,
+    flatten,
+    parse,
+    var_mean_over_learners,
+)
 
 
 @dataclass
@@ -107,11 +118,12 @@ class Normalizer(nn.Module):
         return ((x - self.mean) * torch.rsqrt(self.var + 1e-8)).clamp(-10, 10)
 
     def update(self, x: Tensor) -> None:
-        """Take in a batch x (B, size); Chan's formula for the variance of a union."""
+        """Take in all learners' batches x (B, size); Chan's formula for the variance of a union."""
         x = x.reshape(-1, x.shape[-1])
-        var, mean = torch.var_mean(x, 0, correction=0)
-        total = self.count + len(x)
-        share = len(x) / total
+        var, mean = var_mean_over_learners(x, 0)
+        size = len(x) * count_learners()
+        total = self.count + size
+        share = size / total
         difference = mean - self.mean
         self.mean += difference * share
         self.var += (var - self.var) * share + difference.square() * share * (1 - share)
@@ -340,6 +352,7 @@ def update(agent: Agent, target: Agent, optimizer, replay: Replay, loss_function
     loss, error, losses = loss_function(agent, target, batch, weight, args)
     weights.grad.zero_()
     loss.backward()
+    average_gradients(weights)
     norm = losses["gradient_norm"] = weights.grad.norm()
     weights.grad.mul_((args.max_grad_norm / (norm + 1e-6)).clamp(max=1))
     optimizer.step()
@@ -373,7 +386,7 @@ def train(args: Args) -> Result:
         explored = step / max(1, args.exploration_fraction * args.total_steps)
         agent.epsilon.fill_(max(args.final_epsilon, 1 - (1 - args.final_epsilon) * explored))
         rollout = workers.collect()
-        step += args.horizon * args.num_envs
+        step += args.horizon * args.num_envs * run.learners
         reward = agent.reward_scaler(rollout["reward"].sum(-1), rollout["done"])  # the team's
         replay.add({**rollout, "reward": reward})
         agent.normalizer.update(rollout["obs"].flatten(-2))

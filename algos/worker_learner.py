@@ -1,4 +1,4 @@
-"""The only code the scripts share: the run folder, the worker processes, the evaluator.
+"""The only code the scripts share: run folder, worker processes, evaluator, several learners.
 
 A script's `train` reads like this, and nothing happens that is not on one of its lines:
 
@@ -18,6 +18,17 @@ A script's `train` reads like this, and nothing happens that is not on one of it
 `agent` is an `nn.Module` whose `forward` is the deterministic policy: raw observation in, action of
 the environment out. Weights and trajectories cross process borders in shared memory; the pipes
 carry only signals. Children die with their parent, however it dies.
+
+Several learners: `torchrun --nproc-per-node N algos/ppo.py --env Ant` starts N of these processes.
+The flags describe the whole run: each learner has an N-th of the envs, the workers and the batch
+(`SHARED`), its own seeds and its own replay buffer; `step` counts the steps of all. They begin with
+learner 0's weights. `average_gradients(weights)` is one all-reduce of the flat vector (gloo on
+CPUs, nccl on GPUs), and what is computed over a batch (statistics of a normaliser, the mean of the
+advantages, a KL divergence) comes from `…_over_learners`: N learners do what one would do with the
+whole batch. Learner 0 evaluates, logs, prints and saves; the others save what is theirs alone
+(envs, replay, random generator) as checkpoint.rankK.pt. With --max-restarts torchrun starts dead
+learners again, and nodes may come and go (--nnodes=1:2): all go on from the last checkpoint in the
+--run-dir, which every node must see, as many as there are then.
 """
 
 import argparse
@@ -48,7 +59,7 @@ import gymnasium
 import torch
 import torch.multiprocessing
 import tyro
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from tqdm import tqdm
 
 import vec_envs
@@ -105,6 +116,9 @@ RUN_LIMITS = {
     "checkpoint_every": (1, None),
 }
 
+# What N learners divide among themselves, where a script has it.
+SHARED = "num_envs", "num_workers", "minibatch_size", "batch_size", "replay_size", "hterm_windows"
+
 
 @dataclass
 class Result:
@@ -120,6 +134,7 @@ class Result:
 class Run:
     """One training run: its arguments, folder, logs, evaluations and checkpoints.
 
+    `args` are those of this learner, one of `learners`; a single one has all that was asked for.
     `limits` maps an argument's name to the (smallest, largest) value allowed, None for no bound;
     a number that is not in it must be 0 or more.
     Raises UserError, before anything is written, for arguments that cannot be.
@@ -127,6 +142,10 @@ class Run:
 
     def __init__(self, args: RunArgs, script: str, limits: dict[str, tuple] | None = None):
         self.script, self._script_path = Path(script).stem, Path(script)
+        if _join_learners():
+            args = _restarted_args(args, self.script)
+        self.learners = count_learners()
+        self.rank = distributed.get_rank() if self.learners > 1 else 0  # 0 speaks and saves
         self.resumed = bool(args.resume)
         if self.resumed:
             args = _saved_args(args, self.script)
@@ -135,6 +154,11 @@ class Run:
             raise UserError("--device is cuda, but torch finds no CUDA device; use cpu or auto")
         if args.device == "auto":
             args = dataclasses.replace(args, device="cuda" if torch.cuda.is_available() else "cpu")
+        if args.device == "cuda" and self.learners > 1:
+            index, count = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+            if index >= count:
+                raise UserError(f"--nproc-per-node is more than this machine's GPUs, {count}")
+            torch.cuda.set_device(index)
         if args.compile == "graphs" and args.device == "cpu":
             raise UserError("--compile is graphs, which needs --device cuda; use none or default")
         if not args.num_envs:
@@ -144,10 +168,9 @@ class Run:
                 f"--num-workers is {args.num_workers}, more than --num-envs, {args.num_envs}"
             )
         if not args.run_dir:
-            stamp = time.strftime("%Y%m%d-%H%M%S")
-            name = f"{args.env.replace(':', '-').replace('/', '-')}__{self.script}"
-            args = dataclasses.replace(args, run_dir=f"runs/{name}__{args.seed}__{stamp}")
-        self.args = args
+            args = _with_run_dir(args, self.script, time.strftime(STAMP))
+        self._whole_args = args
+        self.args = args = _learners_share(args, self.rank, self.learners, limits or {})
         self.dir = Path(args.run_dir)
         self.device = torch.device(args.device)
         torch.set_num_threads(1)  # the networks are small: two threads wait more than they work
@@ -175,22 +198,19 @@ class Run:
         they are all that the future of the run depends on, besides torch's random generators.
         """
         state = {"agent": agent, **state}
-        saved = self._load_checkpoint() if self.resumed else None
-        step = 0
-        if saved is not None:
-            for name, thing in state.items():
-                thing.load_state_dict(saved[name])
-            self._set_own_state(saved["run"])
-            step = saved["run"]["step"]
-            if not getattr(state.get("workers"), "exact_resume", True):
-                _tell(
-                    "Not exact: the environments start new episodes, since they run in workers,\n"
-                    "on a GPU or by Gymnasium. Weights, optimizer and schedules go on as saved."
-                )
-        self.step = step
+        saved = self._load_checkpoint() if self.resumed and self.rank == 0 else None
         pending = (saved or {}).get("pending_evaluations", [])
+        step = self._load_state(state, saved)
+        if step and not getattr(state.get("workers"), "exact_resume", True):
+            self._say(
+                "Not exact: the environments start new episodes, since they run in workers,\n"
+                "on a GPU or by Gymnasium. Weights, optimizer and schedules go on as saved."
+            )
+        self.step = step
         try:
-            self._open_files(step, pending={number for number, _ in pending})
+            self.dir.mkdir(parents=True, exist_ok=True)
+            if self.rank == 0:
+                self._open_files(step, pending={number for number, _ in pending})
         except OSError as error:
             raise UserError(f"--run-dir {self.dir}: {error.strerror}") from None
         self._describe(agent, step)
@@ -199,9 +219,10 @@ class Run:
                 self._handlers[number] = signal.signal(number, self._on_signal)
             except ValueError:  # not the main thread
                 break
-        self._evaluator = Evaluator(self.args, agent)
+        if self.rank == 0:
+            self._evaluator = Evaluator(self.args, agent)
         for number, snapshot in pending:
-            self._evaluator.submit(number, snapshot)
+            self._evaluator.submit(number, _what_fits(agent, snapshot))
         self._state = state
         self._bar = tqdm(
             total=self.args.total_steps,
@@ -210,6 +231,7 @@ class Run:
             unit_scale=True,
             mininterval=0.5 if sys.stderr.isatty() else 30,
             dynamic_ncols=True,
+            disable=self.rank > 0,
         )
         self._began = time.perf_counter() - self.seconds
         self._warm: tuple[int, float] | None = None  # step and time after the first iteration
@@ -225,7 +247,7 @@ class Run:
         tensors = [
             torch.as_tensor(value, device=self.device, dtype=torch.float64) for value in values
         ]
-        values = torch.stack(tensors).tolist()  # one transfer for all
+        values = mean_over_learners(torch.stack(tensors)).tolist()  # one transfer for all
         for tag, value in zip(tags, values, strict=True):
             if not math.isfinite(value):
                 self._fail(f"{tag} is {value} at step {step}: training stopped")
@@ -244,21 +266,22 @@ class Run:
         The batch has `done`, `episode_return` and `episode_length`, each (time, env).
         """
         done = batch["done"].float()
-        count = done.sum()
+        sums = [(batch[name] * done).sum() for name in ("episode_return", "episode_length")]
+        count, *sums = mean_over_learners(torch.stack([done.sum(), *sums]))
         if count.item():
-            mean_return = (batch["episode_return"] * done).sum() / count
-            mean_length = (batch["episode_length"] * done).sum() / count
-            self.training_return = mean_return.item()
+            self.training_return, mean_length = [(total / count).item() for total in sums]
             self._write(
                 step,
                 {
                     "charts/episodic_return": self.training_return,
-                    "charts/episodic_length": mean_length.item(),
+                    "charts/episodic_length": mean_length,
                 },
             )
 
     def evaluate(self, step: int) -> None:
         """Hand the present policy to the evaluator if one is due; log what it has found by now."""
+        if self.rank > 0:
+            return
         every = self.args.eval_every
         if every and self.next_evaluation <= step < self.args.total_steps:
             self.next_evaluation = step - step % every + every
@@ -268,11 +291,12 @@ class Run:
     def checkpoint(self, step: int) -> None:
         """Save if a checkpoint is due. After SIGINT or SIGTERM: save, say how to resume, exit."""
         self.step = step
+        self._stop_signal = _largest_over_learners(self._stop_signal)  # all stop, or none
         if self._stop_signal:
             self._save_checkpoint(step)
             self.close()
             command = self._command(self._script_path, "--resume", self.dir)
-            _tell(f"\nStopped at step {step}. Go on with:\n    {command}")
+            self._say(f"\nStopped at step {step}. Go on with:\n    {command}")
             raise SystemExit(128 + self._stop_signal)
         if step >= self.next_checkpoint:
             every = self.args.checkpoint_every
@@ -282,6 +306,10 @@ class Run:
     def finish(self, step: int) -> Result:
         """Last checkpoint and evaluation, learning_curve.png, a summary."""
         self._save_checkpoint(step)
+        _leave_learners()
+        if self.rank > 0:
+            self.close()
+            return Result(self.dir, step, self.seconds, self.last_return, self.best_return)
         if step not in (number for number, _ in self._evaluator.pending):
             self._evaluator.submit(step, self._snapshot())
         while self._evaluator.busy:
@@ -307,10 +335,11 @@ class Run:
         workers = (self._state or {}).get("workers")
         if workers is not None:
             workers.close()
-        if getattr(self, "_bar", None) is not None:
+        if getattr(self, "_bar", None) is not None and self.rank == 0:
             _to_terminal(self._bar.close)
             self._quietly("metrics.csv", self._metrics_file.close)
             self._quietly("TensorBoard's file", self._tensorboard.close)
+        _leave_learners()
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         self._handlers.clear()
@@ -326,13 +355,12 @@ class Run:
 
     def _open_files(self, step: int, pending: set[int]) -> None:
         """Open metrics.csv and TensorBoard's file, without what comes again after `step`."""
-        self.dir.mkdir(parents=True, exist_ok=True)
         if not self.resumed and (self.dir / "args.json").exists():
             raise UserError(
                 f"--run-dir {self.dir} holds a run already; resume it (--resume {self.dir}) "
                 "or name another folder"
             )
-        content = {"script": self.script, "args": dataclasses.asdict(self.args)}
+        content = {"script": self.script, "args": dataclasses.asdict(self._whole_args)}
         _write_atomically(json.dumps(content, indent=2) + "\n", self.dir / "args.json")
         if self.resumed:
             self._cut_metrics(step, pending)
@@ -356,7 +384,9 @@ class Run:
         device = torch.cuda.get_device_name() if self.device.type == "cuda" else "CPU"
         cores = args.env_threads or available_cores()
         where = f"{args.num_workers} worker processes" if args.num_workers else "this process"
-        _tell(
+        if self.learners > 1:
+            where += f" of each of {self.learners} learners"
+        self._say(
             f"{self.script} on {args.env}: {args.num_envs} environments in {where}, "
             f"{device}, {cores} simulation threads, {count} parameters, seed {args.seed}\n"
             f"{'Resumed at step ' + str(step) + ' in' if self.resumed else 'Run folder'} {self.dir}"
@@ -367,10 +397,18 @@ class Run:
         """A command line for a shell in this folder, by the Python that runs now."""
         found = shutil.which("python")
         here = found is not None and Path(found).parent == Path(sys.executable).parent
-        python = "python" if here else os.path.relpath(sys.executable)
-        return shlex.join([python, os.path.relpath(script), *map(str, arguments)])
+        python = ["python" if here else os.path.relpath(sys.executable)]
+        if self.learners > 1 and "--resume" in arguments:
+            python += ["-m", "torch.distributed.run", "--nproc-per-node", str(self.learners)]
+        return shlex.join([*python, os.path.relpath(script), *map(str, arguments)])
+
+    def _say(self, text: str) -> None:
+        if self.rank == 0:
+            _tell(text)
 
     def _write(self, step: int, metrics: dict[str, float]) -> None:
+        if self.rank > 0:
+            return
         rows = (f"{step},{self.seconds:.3f},{tag},{value:.8g}\n" for tag, value in metrics.items())
         self._quietly("metrics.csv", self._metrics_file.write, "".join(rows))
         points = [{"tag": tag, "simple_value": value} for tag, value in metrics.items()]
@@ -426,6 +464,13 @@ class Run:
         content["run"] = {**own, "step": step, "random": torch.get_rng_state()}
         if self.device.type == "cuda":
             content["run"]["cuda_random"] = torch.cuda.get_rng_state()
+        content["run"]["learners"] = self.learners
+        if self.rank > 0:  # the others first: where there is a checkpoint.pt, there are theirs
+            name = f"checkpoint.rank{self.rank}.pt"
+            self._quietly(name, _save_atomically, content, self.dir / name, True)
+        _largest_over_learners(0)  # waits for them
+        if self.rank > 0:
+            return
         content["pending_evaluations"] = list(self._evaluator.pending)
         self._quietly("checkpoint.pt", _save_atomically, content, self.dir / "checkpoint.pt", True)
         self._save_policy("last.pt", step, self.last_return, self._snapshot())
@@ -434,8 +479,52 @@ class Run:
         torch.set_rng_state(own["random"])
         if "cuda_random" in own:
             torch.cuda.set_rng_state(own["cuda_random"])
-        for name in own.keys() - {"step", "random", "cuda_random"}:
+        for name in own.keys() - {"step", "random", "cuda_random", "learners"}:
             setattr(self, name, own[name])
+
+    def _load_state(self, state: dict[str, Any], saved: dict[str, Any] | None) -> int:
+        """Put into `state` what was `saved` by learner 0, and by this one -> the step.
+
+        Without anything saved, all learners begin with learner 0's weights.
+        """
+        own, now = saved, {"learners": 1, **saved["run"]} if saved else None
+        if self.learners > 1 or (now and now["learners"] > 1):
+            kinds = nn.Module if saved is None else nn.Module | torch.optim.Optimizer
+            source = saved or {k: x.state_dict() for k, x in state.items() if isinstance(x, kinds)}
+            common = {k: source[k] for k, x in state.items() if isinstance(x, kinds)}
+            common, now = _from_learner_0((_on_cpu(common), now))
+            if self.rank > 0:
+                own = self._load_own(now)
+            complete = own is not None and now["learners"] == self.learners
+            if _largest_over_learners(int(not complete)):  # one that lacks its own is enough
+                for name, content in common.items():
+                    state[name].load_state_dict(_what_fits(state[name], content))
+                if now is None:
+                    return 0
+                self._set_own_state(now)
+                torch.manual_seed(self.args.seed + now["step"])
+                self._say(
+                    f"Not exact: {now['learners']} learner(s) saved, now there are "
+                    f"{self.learners}, or a file is missing.\nThe environments start new episodes, "
+                    "replay buffers fill anew. Weights, optimizer and schedules go on as saved."
+                )
+                return now["step"]
+        if own is None:
+            return 0
+        for name, thing in state.items():
+            thing.load_state_dict(own[name])
+        self._set_own_state(own["run"])
+        return own["run"]["step"]
+
+    def _load_own(self, now: dict[str, Any] | None) -> dict[str, Any] | None:
+        """This learner's checkpoint of the same step and number of learners as learner 0's."""
+        if now is None:
+            return None
+        for name in (f"checkpoint.rank{self.rank}.pt", f"checkpoint.rank{self.rank}.prev.pt"):
+            content, _ = load_checked(self.dir / name)
+            if content and all(content["run"][k] == now[k] for k in ("step", "learners")):
+                return content
+        return None
 
     def _load_checkpoint(self) -> dict[str, Any] | None:
         damaged = []
@@ -516,6 +605,9 @@ class Run:
         return self.training_return if math.isnan(self.last_return) else self.last_return
 
     def _on_signal(self, number: int, frame: Any) -> None:
+        if self.learners > 1:  # torchrun passes signals on, and kills who does not stop
+            self._stop_signal = self._stop_signal or number
+            return
         if self._stop_signal:  # asked twice
             self.close()
             raise SystemExit(128 + number)
@@ -530,7 +622,7 @@ class Run:
         firsts = {name: mask.nonzero()[0].tolist() for name, mask in wrong.items() if mask.any()}
         name = min(firsts, key=lambda name: firsts[name][0])
         index = tuple(firsts[name])
-        step = self.step + (index[0] + 1) * self.args.num_envs
+        step = self.step + (index[0] + 1) * self.args.num_envs * self.learners
         self._fail(f"{name} is {rollout[name][index]} at step {step}: training stopped")
 
     def _fail(self, message: str) -> None:
@@ -610,11 +702,9 @@ class Child:
 def _child_main(
     function: Callable, pipe: Connection, parent: int, restart: int, *arguments: Any
 ) -> None:
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
+    _die_with(parent)
+    if distributed.is_torchelastic_launched():  # its signals are for the learner to answer
+        os.setpgrp()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(1)
@@ -626,6 +716,14 @@ def _child_main(
         if not isinstance(error, UserError | ValueError):
             traceback.print_exc()
         pipe.send(("error", f"{type(error).__name__}: {error}"))
+
+
+def _die_with(parent: int) -> None:
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 class Workers:
@@ -844,7 +942,8 @@ class ReplayBuffer:
     """The last `capacity` transitions of all envs, in preallocated tensors (T, N, ...).
 
     T = ceil(capacity / N) time steps of N envs on the learner's device, of all that `rollout` has
-    but its episode statistics; next_obs is the true one at an episode's end. Row `position` is
+    but its episode statistics; with several learners, each keeps its own part of the capacity, and
+    len is that of all of them. next_obs is the true one at an episode's end. Row `position` is
     written next: when full it holds the oldest step, and nothing that is drawn crosses this seam.
     With `prioritized`, i is drawn with P(i) = p_i / Σ p, p = (|δ| + ε)^α, and weighted by
     (size · P(i))^−β (Schaul 2016, arXiv:1511.05952); β is `importance_exponent`, to be annealed.
@@ -857,9 +956,11 @@ class ReplayBuffer:
         importance_exponent: float = 0.4,
     ):  # fmt: skip
         horizon, self.num_envs = rollout["done"].shape
-        self.capacity_rows = -(-capacity // self.num_envs)
+        self._learners = count_learners()
+        self.capacity_rows = -(-capacity // (self.num_envs * self._learners))
         size, least = self.capacity_rows * self.num_envs, max(horizon, n_step) * self.num_envs
         if size < least:
+            least *= self._learners
             raise UserError(f"--buffer-size is {capacity}; allowed is at least {least} here")
         kept = {k: x for k, x in rollout.items() if not k.startswith("episode_")}
         needed = size * sum(x[0, 0].numel() * x.element_size() for x in kept.values())
@@ -883,7 +984,7 @@ class ReplayBuffer:
         self._ahead = self.num_envs * torch.arange(n_step, device=device)
 
     def __len__(self) -> int:
-        return self.rows * self.num_envs
+        return self.rows * self.num_envs * self._learners
 
     def add(self, rollout: dict[str, Tensor]) -> None:
         """Store a rollout (H, N, ...) in place of the oldest steps."""
@@ -912,7 +1013,7 @@ class ReplayBuffer:
         if self.prioritized:
             index, weight = self._draw(batch_size)
         else:
-            index = torch.randint(len(self), (batch_size,), device=self.device)
+            index = torch.randint(self.rows * self.num_envs, (batch_size,), device=self.device)
             weight = torch.ones(batch_size, device=self.device)
         batch = {name: flat.index_select(0, index) for name, flat in self._flat.items()}
         batch |= {"index": index, "weight": weight, "discount": self._powers[1].expand(batch_size)}
@@ -941,7 +1042,7 @@ class ReplayBuffer:
         place = torch.searchsorted(inside, point.unsqueeze(1), right=True).squeeze(1)
         index = block * PRIORITY_BLOCK + place
         chance = self.priority.view(-1)[index] / ends[-1]
-        weight = (len(self) * chance) ** -self.importance_exponent
+        weight = (self.rows * self.num_envs * chance) ** -self.importance_exponent
         return index, (weight / weight.max()).float()
 
     def update_priorities(self, index: Tensor, td_error: Tensor) -> None:
@@ -1004,6 +1105,117 @@ def _free_memory(device: torch.device) -> int:
     with contextlib.suppress(OSError, ValueError):  # in a container with a limit
         free = min(free, int(Path("/sys/fs/cgroup/memory.max").read_text()))
     return free
+
+
+# Learners.
+
+STAMP = "%Y%m%d-%H%M%S"
+_RUNS = itertools.count()  # of this process: torchrun starts it again with the same numbers
+
+
+def count_learners() -> int:
+    """How many processes learn together: 1 without torchrun."""
+    return distributed.get_world_size() if distributed.is_initialized() else 1
+
+
+def average_gradients(weights: nn.Parameter) -> None:
+    """gradient ← its mean over the learners, by one all-reduce; with one learner, nothing.
+
+    `weights` is the vector of `flatten`. Where each learner's loss is a mean over its N-th of a
+    batch, the result is the gradient of the mean over the whole batch.
+    """
+    if count_learners() > 1:
+        _all_reduce(weights.grad.div_(count_learners()))
+
+
+def mean_over_learners(x: Tensor) -> Tensor:
+    """The mean of the learners' x, with a gradient; with one learner, x itself."""
+    return _group_mean(x) if count_learners() > 1 else x
+
+
+@torch.compiler.disable
+def _group_mean(x: Tensor) -> Tensor:
+    return _MeanOverLearners.apply(x)
+
+
+class _MeanOverLearners(torch.autograd.Function):
+    """m = 1/N Σ_i x_i, where the whole loss is a mean, 1/N Σ_j L_j(m): so is then its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return _all_reduce((x / count_learners()).contiguous())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return _MeanOverLearners.apply(gradient)
+
+
+def var_mean_over_learners(
+    x: Tensor, dim: int | None = None, keepdim: bool = False
+) -> tuple[Tensor, Tensor]:
+    """torch.var_mean(x, dim, correction=0) of the union of all learners' x, all of one shape."""
+    var, mean = torch.var_mean(x, dim, correction=0, keepdim=keepdim)
+    if count_learners() == 1:
+        return var, mean
+    mean = mean.double()  # in which E[x²] − E[x]² loses nothing that counts
+    mean, square = mean_over_learners(torch.stack((mean, var + mean.square())))
+    return (square - mean.square()).to(var), mean.to(var)
+
+
+def std_mean_over_learners(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x.std() and x.mean() of the union of all learners' x, all of one shape."""
+    if count_learners() == 1:
+        return x.std(), x.mean()
+    var, mean = var_mean_over_learners(x)
+    size = x.numel() * count_learners()
+    return (var * (size / (size - 1))).sqrt(), mean
+
+
+def _join_learners() -> bool:
+    """Become one of torchrun's learners; False without torchrun."""
+    if not distributed.is_torchelastic_launched():
+        return False
+    _die_with(os.getppid())
+    if not distributed.is_initialized():
+        cuda = torch.cuda.is_available() and distributed.is_nccl_available()
+        distributed.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+    return True
+
+
+def _leave_learners() -> None:
+    if distributed.is_torchelastic_launched() and distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
+@torch.compiler.disable
+def _all_reduce(x: Tensor, operation: Any = distributed.ReduceOp.SUM) -> Tensor:
+    with _one_sentence_if_alone():
+        distributed.all_reduce(x, operation)
+    return x
+
+
+def _largest_over_learners(number: int) -> int:
+    """The largest number that a learner has; returns when all have asked."""
+    if count_learners() == 1:
+        return number
+    return int(_all_reduce(torch.tensor(number), distributed.ReduceOp.MAX))
+
+
+def _from_learner_0(thing: Any) -> Any:
+    """What learner 0 has, for all of them."""
+    things = [thing]
+    if count_learners() > 1:
+        with _one_sentence_if_alone():
+            distributed.broadcast_object_list(things, device=torch.device("cpu"))
+    return things[0]
+
+
+@contextlib.contextmanager
+def _one_sentence_if_alone() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError:  # of torch.distributed, when another process is gone
+        raise UserError("Another learner stopped: torchrun decides whether to go on.") from None
 
 
 # Small things.
@@ -1095,6 +1307,48 @@ def _saved_args(given: RunArgs, script: str) -> RunArgs:
     return dataclasses.replace(saved, run_dir=given.resume)
 
 
+def _with_run_dir(args: RunArgs, script: str, stamp: str) -> RunArgs:
+    name = f"{args.env.replace(':', '-').replace('/', '-')}__{script}__{args.seed}__{stamp}"
+    return dataclasses.replace(args, run_dir=f"runs/{name}")
+
+
+def _restarted_args(args: RunArgs, script: str) -> RunArgs:
+    """What a learner goes on with that torchrun started: again, or on a node that joined.
+
+    The command is the same each time: where its run folder holds a run, that is resumed. The time
+    in a folder's default name is that of the first start, which torchrun's store remembers.
+    """
+    run = next(_RUNS)
+    if args.resume:
+        return args
+    if not args.run_dir:
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = distributed.TCPStore(address, port, is_master=False)
+        stamp = store.compare_set(f"crane_rl/{run}", "", time.strftime(STAMP)).decode()
+        args = _with_run_dir(args, script, stamp)
+    exists = _from_learner_0((Path(args.run_dir) / "args.json").exists())
+    return dataclasses.replace(args, resume=args.run_dir) if exists else args
+
+
+def _learners_share(args: RunArgs, rank: int, learners: int, limits: dict[str, tuple]) -> RunArgs:
+    """The arguments of one of several learners: its part of SHARED, a seed, threads of its own."""
+    if learners == 1:
+        return args
+    share = {name: getattr(args, name) for name in SHARED if hasattr(args, name)}
+    for name, value in share.items():
+        low, _ = limits.get(name, (1 if name == "num_envs" else 0, None))
+        if value % learners or value // learners < low:
+            raise UserError(
+                f"--{name.replace('_', '-')} is {value}, for all learners; {learners} learners can "
+                f"share a multiple of {learners}" + f", {low * learners} or more" * (low > 1)
+            )
+        share[name] = value // learners
+    here = int(os.environ["LOCAL_WORLD_SIZE"])
+    share["env_threads"] = max(1, (args.env_threads or available_cores()) // here)
+    share["seed"] = (args.seed + 15_485_863 * rank) % 2**31
+    return dataclasses.replace(args, **share)
+
+
 def parse(args_class: type[RunArgs], tuned: dict[str, dict[str, Any]]) -> RunArgs:
     """The command line, with the defaults that a script's table `tuned` has for its --env.
 
@@ -1131,6 +1385,20 @@ def _copy_weights(source: nn.Module, target: nn.Module) -> None:
             source.state_dict().values(), target.state_dict().values(), strict=True
         ):
             theirs.copy_(ours)
+
+
+def _what_fits(thing: Any, saved: dict[str, Any]) -> dict[str, Any]:
+    """`saved`, but a network's tensors whose shape follows the number of learners as they are."""
+    if not isinstance(thing, nn.Module):
+        return saved
+    now = thing.state_dict()
+    return {k: x if x.shape == now[k].shape else now[k] for k, x in saved.items()}
+
+
+def _on_cpu(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {name: _on_cpu(value) for name, value in state.items()}
+    return state.cpu() if isinstance(state, Tensor) else state
 
 
 def _write_atomically(text: str, path: Path) -> None:
