@@ -273,7 +273,7 @@ def window_delta(agent, target: Critics, windows: dict, log_prob: Tensor, args: 
     states = torch.cat((windows["obs"][:1], windows["next_obs"])).flatten(0, 1)
     action, next_log_prob = agent.sample(states)
     value = target(states, action).amin(0) - temperature * next_log_prob
-    value = value.view(len(log_prob) + 1, -1)  # (K + 1, L)
+    value = value.view(len(windows["obs"]) + 1, -1)  # (K + 1, L)
     log_prob = log_prob - log_slope(windows["x"]).sum(-1)  # of a instead of x
     reward = args.reward_scale * windows["reward"] - temperature * log_prob
     return reward + args.discount * ~windows["terminated"] * value[1:] - value[:-1]
