@@ -173,7 +173,8 @@ class Agent(nn.Module):
     def sample(self, obs: Tensor) -> tuple[Tensor, Tensor]:
         """a = tanh(u), u = μ(s) + σ(s) ε -> a (B, act_dim), log π(a|s) (B,)."""
         u, log_normal = self.draw(obs)
-        return u.tanh(), (log_normal - log_slope(u)).sum(-1)
+        log_prob = (log_normal - log_slope(u)).sum(-1)  # first: gradients add up as in sac.py
+        return u.tanh(), log_prob
 
     def log_prob(self, obs: Tensor, x: Tensor) -> Tensor:
         """log π(x|s) of actions before tanh, (...)."""
