@@ -312,7 +312,8 @@ def update(
     loss = losses["actor"] = actor_loss(agent, batch, args)
     term = None
     if windows is not None:
-        q = agent.value(batch["obs"], batch["action"]).detach()
+        with torch.no_grad():
+            q = agent.value(batch["obs"], batch["action"])
         loss = loss / q.abs().mean().clamp(min=1e-6)
         term, losses["effective_sample_size"] = hamiltonian_term(agent, target, windows, args)
         losses["hamiltonian"] = term

@@ -327,7 +327,8 @@ def update(
         loss = losses["actor"] = actor_loss(agent, batch, args)
         term = None
         if windows is not None:
-            q = agent.critics(batch["obs"], batch["action"], members=slice(1)).detach()
+            with torch.no_grad():
+                q = agent.critics(batch["obs"], batch["action"], members=slice(1))
             loss = loss / q.abs().mean().clamp(min=1e-6)
             term, losses["effective_sample_size"] = hamiltonian_term(agent, target, windows, args)
             losses["hamiltonian"] = term
