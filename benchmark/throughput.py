@@ -32,7 +32,7 @@ import torch
 import tyro
 
 import vec_envs
-from algos import ppo, ppo_hterm, ppo_hterm_variants
+from algos import ppo, ppo_hterm, ppo_hterm_variants, sac_hterm
 from algos import sac as sac_script
 from algos.worker_learner import ReplayBuffer, Workers, flatten
 from vec_envs.chasing import Chasing
@@ -352,16 +352,21 @@ def hterm(options: Options) -> Iterator[tuple[str, str, Contenders]]:
 
         turns[what] = lambda step=step: per_second(step, 64 * 64, options.seconds)
     yield "PPO's update with the H-term", "transitions/s", turns
+    turns = {}
+    for what, script in (("CraneRL sac_hterm.py", sac_hterm), ("sac.py", sac_script)):
+        step = sac_stepper(bf16=False, script=script)
+        turns[what] = lambda step=step: per_second(step, 1, options.seconds)
+    yield "SAC's update with the H-term", "updates/s", turns
 
 
 OBS, ACT, BATCH, HIDDEN = 17, 6, 256, 256  # HalfCheetah's sizes
 
 
-def sac_stepper(bf16: bool) -> Callable[[int], None]:
-    """Sampling and `update` of sac.py, on random transitions."""
-    args = sac_script.Args(bf16=bf16)
+def sac_stepper(bf16: bool, script=sac_script) -> Callable[[int], None]:
+    """Sampling and `update` of sac.py or sac_hterm.py, on random transitions."""
+    args = script.Args(bf16=bf16)
     spaces = gymnasium.spaces.Box(-np.inf, np.inf, (OBS,)), gymnasium.spaces.Box(-1.0, 1.0, (ACT,))
-    agent = sac_script.Agent(*spaces, args)
+    agent = script.Agent(*spaces, args)
     target = copy.deepcopy(agent.critics).requires_grad_(False)
     optimizers = tuple(
         torch.optim.Adam([flatten(network)], 3e-4, fused=True)
@@ -370,14 +375,18 @@ def sac_stepper(bf16: bool) -> Callable[[int], None]:
     rollout = {"obs": torch.randn(1000, 4, OBS), "action": torch.rand(1000, 4, ACT) * 2 - 1}
     rollout |= {"reward": torch.randn(1000, 4), "next_obs": torch.randn(1000, 4, OBS)}
     rollout |= dict.fromkeys(("terminated", "done"), torch.zeros(1000, 4, dtype=torch.bool))
+    with_term = script is sac_hterm
+    if with_term:
+        rollout |= {"x": torch.randn(1000, 4, ACT), "log_prob": -torch.ones(1000, 4) * ACT}
     run = SimpleNamespace(device=torch.device("cpu"), args=args)
     replay = ReplayBuffer(run, rollout, 4000)
     replay.add(rollout)
-    functions = sac_script.critic_loss, sac_script.actor_loss
+    functions = script.critic_loss, script.actor_loss
 
     def step(i: int) -> None:
         torch.set_float32_matmul_precision("medium" if bf16 else "highest")
-        sac_script.update(agent, target, optimizers, replay.sample(BATCH), functions, args)
+        term = (script.draw_windows(replay, args), args.hterm_coef) if with_term else ()
+        script.update(agent, target, optimizers, replay.sample(BATCH), functions, args, *term)
         torch.set_float32_matmul_precision("highest")
 
     return step

@@ -21,7 +21,7 @@ from test_runs import (
 )
 from torch import distributions
 
-from algos import ddpg, sac, td3, worker_learner
+from algos import ddpg, ddpg_hterm, sac, sac_hterm, td3, td3_hterm, worker_learner
 from algos.worker_learner import ReplayBuffer
 
 OBS_DIM, ACT_DIM, HIDDEN, BATCH = 4, 2, 6, 10
@@ -483,12 +483,18 @@ def assert_same(a, b, where=""):
         (td3, {"prioritized": True, "n_step": 3, "policy_delay": 3}),
         (sac, {"horizon": 3, "utd_ratio": 1.3, "max_grad_norm": 1.0}),
         (sac, {"bf16": True, "prioritized": True}),
+        (ddpg_hterm, {"noise": "ou", "total_steps": 240}),
+        (td3_hterm, {"horizon": 2, "total_steps": 240}),
+        (sac_hterm, {"max_grad_norm": 1.0, "total_steps": 240}),
     ],
 )
 def test_resumed_is_bit_identical(script, options, tmp_path):
     updates = run_of(script, tmp_path / "reference", **options)
     ratio = options.get("utd_ratio", 1.0)
-    assert abs(updates - ratio * 550) <= 3 * ratio + 1  # they follow the transitions collected
+    collected = options.get("total_steps", 600) - 50
+    assert (
+        abs(updates - ratio * collected) <= 3 * ratio + 1
+    )  # they follow the transitions collected
     moment = int(torch.randint(2, updates, ()))
     print("killed at update", moment)
     run_of(script, tmp_path / "killed", kill_after=moment, **options)
@@ -499,6 +505,35 @@ def test_resumed_is_bit_identical(script, options, tmp_path):
     )
     assert ours["replay"]["data"].keys() >= {"obs", "action", "next_obs", "reward"}
     assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("parent", "child", "options"),
+    [
+        (ddpg, ddpg_hterm, {"noise": "ou", "utd_ratio": 0.5}),
+        (td3, td3_hterm, {"n_step": 3}),
+        (sac, sac_hterm, {"prioritized": True, "max_grad_norm": 1.0}),
+    ],
+)
+def test_without_the_h_term_the_run_is_the_parents_bit_for_bit(parent, child, options, tmp_path):
+    contents = []
+    for script, extra in ((parent, {}), (child, {"hterm_coef": 0.0}), (child, {})):
+        run_dir = tmp_path / str(len(contents))
+        run_of(script, run_dir, checkpoint_every=9999, total_steps=300, **options, **extra)
+        contents.append(torch.load(run_dir / "checkpoint.pt", weights_only=True))
+    base, zero, with_term = contents
+    for content in (zero, with_term):  # what only the child has
+        content["agent"].pop("g_square"), content["target"].pop("g_square", None)
+        for name in ("x", "log_prob"):
+            assert content["replay"]["data"].pop(name).abs().sum() > 0
+    assert_same(base, zero)
+    assert not torch.equal(weights_of(with_term), weights_of(base))
+    curve = (tmp_path / "2" / "metrics.csv").read_text()
+    assert "losses/hamiltonian" in curve and "losses/effective_sample_size" in curve
+
+
+def weights_of(content):
+    return torch.cat([value.flatten().float() for value in content["agent"].values()])
 
 
 def test_sigkill(tmp_path):

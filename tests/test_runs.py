@@ -537,11 +537,13 @@ def test_workers_follow_the_learner(ahead):
     agent = ppo.Agent(workers.observation_space, workers.action_space, args)
     workers.start(agent, horizon=8)
     try:
-        taken, wanted = [], [0, 1, 0, 0, 1]
+        taken, lags, wanted = [], [], [0, 1, 0, 0, 1]
         for action in wanted:
             agent.actor[-1].bias.data = torch.tensor([100.0, 0.0]).roll(action)
             rollout = workers.collect()
             taken.append(rollout["action"].unique().item())
+            lags.append(workers.policy_lag)
+        assert lags == ([0, 16, 16, 16, 16] if ahead else [0] * 5)  # steps
         assert taken == ([wanted[0], *wanted[:-1]] if ahead else wanted)
     finally:
         workers.close()

@@ -13,6 +13,7 @@ from algos.worker_learner import parse
 ALGOS = Path(__file__).parent.parent / "algos"
 SCRIPTS = ["a2c", "ppo", "ppo_hterm", "ppo_hterm_variants"]
 CONTINUOUS = ["ddpg", "td3", "sac", "redq", "mod_sac", "crossq"]
+CONTINUOUS += ["ddpg_hterm", "td3_hterm", "sac_hterm"]
 DISCRETE = ["pqn", "dqn", "d3qn", "sac_discrete"]  # a choice among a few actions
 MULTI_AGENT = ["mappo", "vdn", "qmix", "maddpg", "matd3"]
 RUNS = [(script, env) for script in SCRIPTS for env in ("CartPole", "Pendulum")]
@@ -30,6 +31,17 @@ PAIRS = {
     ("ppo", "ppo_hterm_variants"): {"Args", "prepare", "update", "train"},
     ("ddpg", "td3"): {"Args", "Agent", "collect", "critic_loss", "actor_loss", "update", "train"},
     ("td3", "sac"): {"Args", "Agent", "critic_loss", "actor_loss", "update", "train"},
+    ("ddpg", "ddpg_hterm"): {"Args", "Agent", "collect", "gradient_step", "update", "train"},
+    ("td3", "td3_hterm"): {"Args", "Agent", "collect", "gradient_step", "update", "train"},
+    ("sac", "sac_hterm"): {"Args", "Agent", "collect", "gradient_step", "update", "train"},
+    ("ddpg_hterm", "td3_hterm"): {
+        *{"Args", "Agent", "collect", "critic_loss", "actor_loss", "window_delta"},
+        *{"update", "train"},
+    },
+    ("td3_hterm", "sac_hterm"): {
+        *{"Args", "Agent", "critic_loss", "actor_loss", "window_delta", "hamiltonian_term"},
+        *{"add_capped", "update", "train"},
+    },
     ("ppo", "mappo"): {
         *{"Args", "Agent", "collect", "policy_loss", "value_loss", "prepare", "minibatch_loss"},
         *{"update", "train"},
