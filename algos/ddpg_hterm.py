@@ -42,7 +42,9 @@ from algos.worker_learner import (
     RunArgs,
     UserError,
     Workers,
+    average_gradients,
     flatten,
+    mean_over_learners,
     parse,
 )
 
@@ -255,7 +257,7 @@ def hamiltonian_term(agent, target: Agent, windows: dict, args: Args) -> tuple[T
         delta = window_delta(target, windows, args)
         log_ratio = agent.log_prob(windows["x"] - mean) - windows["log_prob"]
         g, w = chain_gradient(log_ratio, delta, mask, args.discount)
-        agent.g_square.lerp_((g.square() * mask).sum() / total, 0.01)
+        agent.g_square.lerp_(mean_over_learners((g.square() * mask).sum() / total), 0.01)
         g = (g / (agent.g_square.sqrt() + 1e-6)).clamp(min=-1)
         effective = (mask * w).sum().square() / ((mask * w.square()).sum() + 1e-8)
     distance = (windows["x"] - mean).square().sum(-1)
@@ -280,6 +282,7 @@ def gradient_step(
     loss.backward(inputs=list(network.parameters()))
     if term is not None:
         add_capped(weights, network, term, coef)
+    average_gradients(weights)
     if max_grad_norm:
         weights.grad.mul_((max_grad_norm / (weights.grad.norm() + 1e-6)).clamp(max=1))
     optimizer.step()
@@ -354,7 +357,7 @@ def train(args: Args) -> Result:
         rollout = workers.collect()
         agent.noise.copy_(rollout["noise"][-1])
         replay.add(rollout)
-        before, step = step, step + args.horizon * args.num_envs
+        before, step = step, step + args.horizon * args.num_envs * run.learners
         if len(replay) >= min(args.warmup_steps, args.buffer_size):
             replay.importance_exponent = 0.4 + 0.6 * step / args.total_steps
             coef = args.hterm_coef * (1 - step / args.total_steps)

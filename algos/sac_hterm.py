@@ -40,7 +40,9 @@ from algos.worker_learner import (
     RunArgs,
     UserError,
     Workers,
+    average_gradients,
     flatten,
+    mean_over_learners,
     parse,
 )
 
@@ -288,7 +290,7 @@ def hamiltonian_term(agent, target: Critics, windows: dict, args: Args) -> tuple
         delta = window_delta(agent, target, windows, log_prob, args)
         g, w = chain_gradient(log_prob - windows["log_prob"], delta, mask, args.discount)
         g = g - (g * mask).sum() / total
-        agent.g_square.lerp_((g.square() * mask).sum() / total, 0.01)
+        agent.g_square.lerp_(mean_over_learners((g.square() * mask).sum() / total), 0.01)
         g = g / (agent.g_square.sqrt() + 1e-6)
         effective = (mask * w).sum().square() / ((mask * w.square()).sum() + 1e-8)
     return -(mask * g * log_prob).sum() / total, effective
@@ -313,6 +315,7 @@ def gradient_step(
     loss.backward(inputs=list(network.parameters()))
     if term is not None:
         add_capped(weights, network, term, coef)
+    average_gradients(weights)
     if max_grad_norm:
         weights.grad.mul_((max_grad_norm / (weights.grad.norm() + 1e-6)).clamp(max=1))
     optimizer.step()
@@ -383,7 +386,7 @@ def train(args: Args) -> Result:
         agent.warm_up.fill_(step < args.warmup_steps)
         rollout = workers.collect()
         replay.add(rollout)
-        before, step = step, step + args.horizon * args.num_envs
+        before, step = step, step + args.horizon * args.num_envs * run.learners
         if len(replay) >= min(args.warmup_steps, args.buffer_size):
             replay.importance_exponent = 0.4 + 0.6 * step / args.total_steps
             coef = args.hterm_coef * (1 - step / args.total_steps)
