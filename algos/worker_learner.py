@@ -348,6 +348,9 @@ class Run:
         """`function` under torch.compile as --compile says."""
         if self.args.compile == "none":
             return function
+        if self.learners > 1:  # what learners tell each other interrupts what is compiled
+            global _group_mean
+            _group_mean = torch.compiler.disable(_group_mean)
         mode = "reduce-overhead" if self.args.compile == "graphs" else "default"
         return torch.compile(function, mode=mode)
 
@@ -1137,7 +1140,6 @@ def mean_over_learners(x: Tensor) -> Tensor:
     return _group_mean(x) if count_learners() > 1 else x
 
 
-@torch.compiler.disable
 def _group_mean(x: Tensor) -> Tensor:
     return _MeanOverLearners.apply(x)
 
@@ -1191,7 +1193,6 @@ def _leave_learners() -> None:
         distributed.destroy_process_group()
 
 
-@torch.compiler.disable
 def _all_reduce(x: Tensor, operation: Any = distributed.ReduceOp.SUM) -> Tensor:
     with _one_sentence_if_alone():
         distributed.all_reduce(x, operation)
