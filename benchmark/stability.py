@@ -82,8 +82,8 @@ class Options:
 # Runs: an arm's command, trained to its end, becomes a CSV.
 
 
-def arm_command(arm: str, options: Options) -> tuple[str, list[str]]:
-    """An arm's name and its command, but for the seed; SystemExit if there is none."""
+def script_of(arm: str) -> tuple[str, str, list[str]]:
+    """An arm's name, script and flags; SystemExit if there is none."""
     name, _, words = arm.partition("=")
     words = words or ARMS.get(name, "")
     if not words or not name.replace("-", "").replace("_", "").isalnum():
@@ -95,11 +95,17 @@ def arm_command(arm: str, options: Options) -> tuple[str, list[str]]:
     folder = "benchmark" if script == "stable_baselines" else "algos"
     if not (ROOT / folder / f"{script}.py").exists():
         raise SystemExit(f"--arms has {name}, but there is no {folder}/{script}.py")
-    command = ["python", f"{folder}/{script}.py", "--env", options.env]
+    return name, f"{folder}/{script}.py", flags
+
+
+def arm_command(arm: str, options: Options) -> tuple[str, list[str]]:
+    """An arm's name and its command, but for the seed."""
+    name, script, flags = script_of(arm)
+    command = ["python", script, "--env", options.env]
     command += ["--total-steps", str(options.total_steps)]
     command += ["--eval-every", str(max(1, options.total_steps // options.evaluations))]
     command += ["--eval-episodes", str(options.eval_episodes)]
-    if folder == "algos":
+    if script.startswith("algos/"):
         command += ["--env-threads", "1", "--device", "cpu"]
     if name == "logstd":
         flags += ["--log-std-schedule", noise_of("memory", options)]
@@ -222,7 +228,9 @@ def interval(samples: tuple, statistic: Callable, method: str) -> tuple[float, f
         return math.nan, math.nan
     with warnings.catch_warnings():  # identical runs have no variance, and no interval
         warnings.simplefilter("ignore")
-        found = stats.bootstrap(samples, statistic, method=method, rng=np.random.default_rng(0))
+        found = stats.bootstrap(
+            samples, statistic, method=method, batch=1000, rng=np.random.default_rng(0)
+        )
     return tuple(map(float, found.confidence_interval))
 
 
@@ -360,9 +368,9 @@ def number(value: float, digits: int = 0) -> str:
 
 
 def span(row: dict, name: str, digits: int = 0) -> str:
-    """The value of a column and its interval, as "0.4 [0.2, 0.9]"."""
-    if math.isnan(row[name]):
-        return ""
+    """The value of a column and its interval if it has one, as "0.4 [0.2, 0.9]"."""
+    if math.isnan(row[name + "_low"]):
+        return number(row[name], digits)
     ends = (number(row[name + end], digits) for end in ("_low", "_high"))
     return f"{number(row[name], digits)} [{', '.join(ends)}]"
 
@@ -379,7 +387,8 @@ def show(table: list[dict], overall: list[dict]) -> None:
         for row in table:
             if (row["env"], row["steps"]) != (env, steps):
                 continue
-            cells = [row["arm"], str(row["seeds"]), f"{number(row['mean'])} ± {number(row['sd'])}"]
+            spread = number(row["sd"]) or "–"
+            cells = [row["arm"], str(row["seeds"]), f"{number(row['mean'])} ± {spread}"]
             cells += [span(row, "iqm"), number(row["worst_quarter"])]
             cells += [span(row, "variance_ratio", 2), number(row["variance_p"], 3)]
             cells += [span(row, "iqm_difference"), span(row, "improvement", 2)]
@@ -429,11 +438,11 @@ def draw(options: Options, runs: list[dict], table: list[dict]) -> None:
             panels[0, 1].scatter(x, spread, color=colours[arm], s=16, alpha=0.7)
             for value, style in ((float(iqm(x)), "-"), (worst_quarter(x), ":")):
                 panels[0, 1].plot([value] * 2, [place - 0.4, place + 0.4], style, color="black")
-        panels[0, 1].set(title="final return of each run; IQM (–), worst quarter (···)")
+        panels[0, 1].set(title="each run at the end; IQM (–), worst quarter (···)")
         panels[0, 1].set_yticks(range(len(arms)), arms)
         for panel, name, title, neutral in (
             (panels[1, 0], "variance_ratio", "variance ratio to the base", 1.0),
-            (panels[1, 1], "improvement", "probability that a run beats one of the base", 0.5),
+            (panels[1, 1], "improvement", "probability of beating the base", 0.5),
         ):
             rows = [r for r in table if (r["env"], r["steps"]) == (env, steps)]
             rows = [row for row in rows if not math.isnan(row[f"{name}_low"])]
@@ -450,12 +459,21 @@ def draw(options: Options, runs: list[dict], table: list[dict]) -> None:
             panel.set_yticks(range(len(rows)), [f"{row['arm']} ({row['seeds']})" for row in rows])
             panel.set(title=f"{title}, 95 % interval", ylim=(-0.6, max(0, len(rows) - 1) + 0.6))
         panels[1, 0].set_xscale("log")
+        ticks = [t for t in (0.01, 0.1, 0.2, 0.5, 1, 2, 5, 10) if in_sight(panels[1, 0], t)]
+        panels[1, 0].set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        panels[1, 0].minorticks_off()
         for panel in panels.flat:
             panel.spines[["top", "right"]].set_visible(False)
-        panels[0, 1].invert_yaxis(), panels[1, 0].invert_yaxis(), panels[1, 1].invert_yaxis()
+            if panel is not panels[0, 0]:
+                panel.invert_yaxis()  # arms from above
         figure.suptitle(f"{env}, {int(steps):,} steps")
         figure.savefig(options.results / f"{env}__{steps}.png".replace("/", "-"), dpi=110)
         pyplot.close(figure)
+
+
+def in_sight(panel, x: float) -> bool:
+    low, high = panel.get_xlim()
+    return low <= x <= high
 
 
 def write(path: Path, rows: list[dict]) -> None:
@@ -471,10 +489,14 @@ def write(path: Path, rows: list[dict]) -> None:
 def main(options: Options) -> None:
     version = commit()  # before any file of results/ changes
     if not options.table:
-        arms = [arm_command(arm, options) for arm in options.arms]
-        jobs = [(arm, seed) for seed in seeds(options) for arm in arms]  # arms keep pace
-        with ThreadPoolExecutor(options.parallel) as pool:
-            list(pool.map(lambda job: train(options, *job[0], job[1], version), jobs))
+        for arm in options.arms:
+            script_of(arm)
+        for last in (False, True):  # logstd needs the noise of finished runs
+            arms = [arm for arm in options.arms if (arm == "logstd") == last]
+            arms = [arm_command(arm, options) for arm in arms]
+            jobs = [(arm, seed) for seed in seeds(options) for arm in arms]  # arms keep pace
+            with ThreadPoolExecutor(options.parallel) as pool:
+                list(pool.map(lambda job: train(options, *job[0], job[1], version), jobs))
     paths = sorted(options.results.glob("*__*__*__*.csv"))
     runs = [summary(path) | {"file": path.name} for path in paths]
     if not runs:
