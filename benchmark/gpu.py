@@ -128,29 +128,30 @@ def seconds_to(
 def train(
     options: Options, script: str, flags: str, seconds: float, clock: Clock, enough: float = 1e9,
     ready: int = 1,
-) -> tuple[Path, int, str, str]:  # fmt: skip
+) -> tuple[list, dict, int, str, str]:  # fmt: skip
     """Let a script train for so many seconds after step `ready`, or till it earns `enough`.
 
-    -> its folder, peak bytes of GPU memory in use beyond what was, what went wrong, its command.
+    -> its progress, peak bytes of GPU memory in use beyond what was, what went wrong, its command.
     """
-    folder = Path(tempfile.mkdtemp())
     command = ["python", f"algos/{script}.py", *flags.split(), "--device", options.device]
     # without end; checkpoints cost time
     command += ["--total-steps", "10000000000", "--checkpoint-every", "10000000000"]
     before, peak, first = memory(options), 0, 0.0
-    with open(folder / "stderr", "w") as stderr:
+    with tempfile.TemporaryDirectory() as folder, open(f"{folder}/stderr", "w") as stderr:
+        run_dir = Path(folder) / "run"
         child = subprocess.Popen(
-            [sys.executable, ROOT / command[1], *command[2:], "--run-dir", folder / "run"],
+            [sys.executable, ROOT / command[1], *command[2:], "--run-dir", run_dir],
             **{"cwd": ROOT, "stdout": subprocess.DEVNULL, "stderr": stderr},
         )
         while child.poll() is None and clock.left() > 0:
             time.sleep(0.2)
             peak = max(peak, memory(options) - before)
-            iterations, returns = progress(folder / "run")
+            iterations, returns = progress(run_dir)
             if not first and iterations and iterations[-1][0] >= ready:
                 first = time.perf_counter()
             walked = any(value >= enough for _, value in returns["evaluation"])
-            if walked or (first and time.perf_counter() - first > seconds):
+            late = first and time.perf_counter() - first > seconds
+            if walked or (late and len(iterations) > 3):  # fewer have no speed
                 break
         if stopped := child.poll() is None:
             child.send_signal(signal.SIGTERM)
@@ -159,12 +160,11 @@ def train(
             except subprocess.TimeoutExpired:  # it has its own children, which die with it
                 child.kill()
                 child.wait()
-    error = (
-        "" if stopped else (folder / "stderr").read_text().strip()[-200:] or "it ended by itself"
-    )
-    if not error and len(progress(folder / "run")[0]) < 2:
+        iterations, returns = progress(run_dir)
+        error = "" if stopped else Path(stderr.name).read_text().strip()[-200:] or "it ended"
+    if not error and len(iterations) < 2:
         error = "no second iteration in the time there was"
-    return folder / "run", peak, " ".join(error.split()), shlex.join(command)
+    return iterations, returns, peak, " ".join(error.split()), shlex.join(command)
 
 
 def memory(options: Options) -> int:
@@ -257,8 +257,9 @@ def updates(options: Options, clock: Clock) -> Iterator[Row]:
         flags += f"--eval-episodes 1 --compile {mode}"
         seconds = options.seconds or 12.0
         # the first iterations only collect, the next compile
-        run, _, error, command = train(options, "sac", flags, seconds, clock, ready=1500)
-        speed = utd * steady_speed([point for point in progress(run)[0] if point[0] >= 1500])
+        found = train(options, "sac", flags, seconds, clock, ready=1500)
+        iterations, _, _, error, command = found
+        speed = utd * steady_speed([point for point in iterations if point[0] >= 1500])
         error = error or ("" if speed else "too short to say")
         yield f"{what}: updates/s", "", speed or "", "updates/s", error, command
 
@@ -294,8 +295,8 @@ def training(
         yield f"{what}: training steps/s", "", "", "steps/s", "the minutes were over", flags
         return
     start = time.perf_counter()
-    run, peak, error, command = train(options, script, flags, seconds, clock, enough)
-    whole, (iterations, returns) = since(start), progress(run)
+    found = train(options, script, flags, seconds, clock, enough)
+    whole, (iterations, returns, peak, error, command) = since(start), found
     speed = steady_speed(iterations)
     yield f"{what}: training steps/s", "", speed or "", "steps/s", error, command
     if not iterations:
@@ -334,8 +335,9 @@ def compile(options: Options, clock: Clock) -> Iterator[Row]:
             yield what, "", "", "steps/s", "the minutes were over", ""
             continue
         flags = ppo_flags(options, name, mode)
-        run, _, error, command = train(options, "ppo", flags, options.seconds or 10.0, clock)
-        yield what, "", steady_speed(progress(run)[0]) or "", "steps/s", error, command
+        found = train(options, "ppo", flags, options.seconds or 10.0, clock)
+        iterations, _, _, error, command = found
+        yield what, "", steady_speed(iterations) or "", "steps/s", error, command
 
 
 SECTIONS: dict[str, Callable] = {

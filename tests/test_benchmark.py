@@ -2,12 +2,14 @@
 
 import csv
 import fcntl
+import importlib
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 BENCHMARK = Path(__file__).parent.parent / "benchmark"
 
@@ -180,3 +182,54 @@ def test_the_control_takes_over_the_noise(tmp_path):
         noise[arm] = float(row["log_std"])
     assert noise["logstd"] == pytest.approx(noise["memory"], abs=2e-3)
     assert f"--log-std-schedule '{noise['memory']:.3f} " in row["command"]
+
+
+# gpu.py: without a GPU it can only be tried out.
+
+
+@pytest.fixture(scope="module")
+def gpu():
+    sys.path.insert(0, str(BENCHMARK))
+    yield importlib.import_module("gpu")
+    sys.path.remove(str(BENCHMARK))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_gpu_says_that_there_is_none(tmp_path):
+    said = run(BENCHMARK / "gpu.py", "--results", tmp_path)
+    assert said == "torch finds no CUDA device here, so nothing was measured.\n"
+    (row,) = csv.DictReader(open(tmp_path / "gpu.csv"))
+    assert row["note"] == "No GPU has run this benchmark yet." and row["value"] == ""
+    (tmp_path / "gpu.csv").write_text("of a GPU")
+    run(BENCHMARK / "gpu.py", "--results", tmp_path)
+    assert (tmp_path / "gpu.csv").read_text() == "of a GPU"  # what one measured stays
+
+
+def test_gpu_reads_a_run(gpu, tmp_path):
+    lines = ["step,seconds,tag,value", "100,5,losses/value,1", "200,5,charts/episodic_return,900"]
+    for step in range(200, 1000, 100):  # 5 s of compiling, then 0.5 s an iteration
+        seconds = 5 + (step - 100) / 200
+        lines += [f"{step},{seconds},losses/value,1", f"{step},{seconds},charts/SPS,1"]
+        lines += [f"{step},99,eval/episodic_return,{10 * step}"]  # found later than it was so
+    (tmp_path / "metrics.csv").write_text("\n".join(lines) + "\n1000,9")  # not finished writing
+    iterations, returns = gpu.progress(tmp_path)
+    assert iterations[:2] == [(100, 5), (200, 5.5)] and iterations[-1][0] == 900
+    assert gpu.steady_speed(iterations) == pytest.approx(200)
+    assert returns["training"] == [(200, 900)]
+    assert gpu.seconds_to(5000, returns["evaluation"], iterations) == pytest.approx(2)
+    assert gpu.seconds_to(9500, returns["evaluation"], iterations) is None
+    assert gpu.progress(tmp_path / "nothing") == ([], {"training": [], "evaluation": []})
+
+
+def test_gpu_is_tried_out_on_a_cpu(tmp_path):
+    command = [BENCHMARK / "gpu.py", "--device", "cpu", "--envs", 8, "--seconds", 1]
+    command += ["--results", tmp_path, "--sections", "envs", "ppo", "--robots", "Hopper"]
+    assert "| Hopper, ppo.py: training steps/s |" in run(*command)
+    rows = list(csv.DictReader(open(tmp_path / "gpu.csv")))
+    values = {row["what"]: row["value"] for row in rows}
+    for what in ("env steps/s", "ppo.py: training steps/s", "ppo.py: share of physics"):
+        assert float(values[f"Hopper{', ' if 'ppo' in what else ': '}{what}"]) > 0
+    never = next(row for row in rows if "return of 6000, evaluation" in row["what"])
+    assert never["value"] == "" and never["note"].startswith("not within")
+    assert {row["device"] for row in rows} == {"CPU, a trial"} and (tmp_path / "gpu.png").exists()
+    assert "python algos/ppo.py --env Hopper --num-envs 8" in rows[1]["command"]
