@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -68,23 +69,43 @@ def test_siblings_have_not_drifted_apart(parent, child):
     assert drifted == PAIRS[parent, child]
 
 
+def run(command: list) -> subprocess.CompletedProcess:
+    return subprocess.run(command, capture_output=True, text=True, timeout=600)
+
+
+@pytest.fixture(scope="module")
+def results(request, tmp_path_factory):
+    """What each script of the two tests below said, by its test's name; several run at a time."""
+    with ThreadPoolExecutor(3) as pool:
+        futures = {}
+        for item in request.session.items:
+            if getattr(item, "originalname", "") in ("test_help", "test_short_run"):
+                script, env = (item.callspec.params.get(name) for name in ("script", "env"))
+                command, folder = [sys.executable, ALGOS / f"{script}.py"], None
+                if env is None:
+                    command += ["--help"]
+                else:
+                    folder = tmp_path_factory.mktemp(script) / "run"
+                    command += ["--env", env, "--num-envs", "4", "--horizon", "16"]
+                    command += ["--total-steps", "500", "--run-dir", folder]
+                futures[item.name] = folder, pool.submit(run, command)
+        return {name: (folder, future.result()) for name, (folder, future) in futures.items()}
+
+
 @pytest.mark.parametrize("script", [*SCRIPTS, *CONTINUOUS, *DISCRETE, *MULTI_AGENT, "play"])
-def test_help(script):
-    command = [sys.executable, ALGOS / f"{script}.py", "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+def test_help(script, results, request):
+    _, done = results[request.node.name]
     assert done.returncode == 0, done.stderr
     assert "usage" in done.stdout
 
 
 @pytest.mark.parametrize(("script", "env"), RUNS)
-def test_short_run(script, env, tmp_path):
-    command = [sys.executable, ALGOS / f"{script}.py", "--env", env, "--num-envs", "4"]
-    command += ["--horizon", "16", "--total-steps", "500", "--run-dir", tmp_path / "run"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+def test_short_run(script, env, results, request):
+    folder, done = results[request.node.name]
     assert done.returncode == 0, done.stderr
     assert "Done: 512 steps" in done.stdout
     for name in ("args.json", "metrics.csv", "checkpoint.pt", "best.pt", "last.pt"):
-        assert (tmp_path / "run" / name).exists(), name
+        assert (folder / name).exists(), name
 
 
 def test_flags_win_over_an_environments_own_defaults(monkeypatch):
