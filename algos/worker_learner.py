@@ -1161,7 +1161,7 @@ def var_mean_over_learners(
         return var, mean
     mean = mean.double()  # in which E[x²] − E[x]² loses nothing that counts
     mean, square = mean_over_learners(torch.stack((mean, var + mean.square())))
-    return (square - mean.square()).to(var), mean.to(var)
+    return (square - mean.square()).clamp(min=0).to(var), mean.to(var)
 
 
 def std_mean_over_learners(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -1178,10 +1178,36 @@ def _join_learners() -> bool:
     if not distributed.is_torchelastic_launched():
         return False
     _die_with(os.getppid())
-    if not distributed.is_initialized():
-        cuda = torch.cuda.is_available() and distributed.is_nccl_available()
-        distributed.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+    if distributed.is_initialized():
+        return True
+    rank, learners, nodes, restart, restarts = (
+        int(os.environ[name])
+        for name in (
+            *("RANK", "WORLD_SIZE", "GROUP_WORLD_SIZE"),
+            *("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"),
+        )
+    )
+    where: dict[str, Any] = {}
+    if (store := _engines_store()) is not None:
+        # What the dead have left there must not be read again. Restarts are counted by each node.
+        if nodes > 1 and restarts:
+            raise UserError(
+                "--max-restarts is set, with several nodes; torchrun then needs the environment "
+                "variable TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+            )
+        store = distributed.PrefixStore(f"start {restart}", store)
+        where = {"store": store, "rank": rank, "world_size": learners}
+    cuda = torch.cuda.is_available() and distributed.is_nccl_available()
+    distributed.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", **where)
     return True
+
+
+def _engines_store() -> distributed.Store | None:
+    """torchrun's own store, where it has one: it outlives the learners."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return distributed.TCPStore(address, port, is_master=False)
 
 
 def _leave_learners() -> None:
@@ -1323,8 +1349,8 @@ def _restarted_args(args: RunArgs, script: str) -> RunArgs:
     if args.resume:
         return args
     if not args.run_dir:
-        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        store = distributed.TCPStore(address, port, is_master=False)
+        if (store := _engines_store()) is None:
+            raise UserError("--run-dir is empty; learners that are started again need to know it")
         stamp = store.compare_set(f"crane_rl/{run}", "", time.strftime(STAMP)).decode()
         args = _with_run_dir(args, script, stamp)
     exists = _from_learner_0((Path(args.run_dir) / "args.json").exists())
