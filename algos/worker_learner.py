@@ -1180,23 +1180,17 @@ def _join_learners() -> bool:
     _die_with(os.getppid())
     if distributed.is_initialized():
         return True
-    rank, learners, nodes, restart, restarts = (
-        int(os.environ[name])
-        for name in (
-            *("RANK", "WORLD_SIZE", "GROUP_WORLD_SIZE"),
-            *("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"),
-        )
-    )
-    where: dict[str, Any] = {}
+    variables, where = os.environ, {}
     if (store := _engines_store()) is not None:
-        # What the dead have left there must not be read again. Restarts are counted by each node.
-        if nodes > 1 and restarts:
+        # What the dead have left there must not be read again. Each node counts its own restarts.
+        if variables["GROUP_WORLD_SIZE"] != "1" and variables["TORCHELASTIC_MAX_RESTARTS"] != "0":
             raise UserError(
-                "--max-restarts is set, with several nodes; torchrun then needs the environment "
+                "--max-restarts is set, on several nodes; torchrun then needs the environment "
                 "variable TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
             )
-        store = distributed.PrefixStore(f"start {restart}", store)
-        where = {"store": store, "rank": rank, "world_size": learners}
+        start = f"start {variables['TORCHELASTIC_RESTART_COUNT']}"
+        where = {"store": distributed.PrefixStore(start, store)}
+        where |= {"rank": int(variables["RANK"]), "world_size": int(variables["WORLD_SIZE"])}
     cuda = torch.cuda.is_available() and distributed.is_nccl_available()
     distributed.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", **where)
     return True
@@ -1241,8 +1235,8 @@ def _from_learner_0(thing: Any) -> Any:
 def _one_sentence_if_alone() -> Iterator[None]:
     try:
         yield
-    except RuntimeError:  # of torch.distributed, when another process is gone
-        raise UserError("Another learner stopped: torchrun decides whether to go on.") from None
+    except RuntimeError as error:  # of torch.distributed, when another process is gone
+        raise UserError(f"Another learner stopped ({str(error).splitlines()[0]})") from None
 
 
 # Small things.

@@ -73,7 +73,9 @@ class Torchrun:
 
     started: list["Torchrun"] = []
 
-    def __init__(self, folder, options: str, flags: str, code: str = "", command=None, **variables):
+    def __init__(
+        self, folder: Path, options: str, flags: str, code: str = "", command=None, **variables: str
+    ):
         self.mark, self.logs = uuid.uuid4().hex, folder
         folder.mkdir(parents=True)
         (folder / "matplotlib.py").write_text("raise ImportError")  # saves a second of each run
