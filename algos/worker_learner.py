@@ -1236,7 +1236,8 @@ def _one_sentence_if_alone() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:  # of torch.distributed, when another process is gone
-        raise UserError(f"Another learner stopped ({str(error).splitlines()[0]})") from None
+        reason, *_ = str(error).split(". ")
+        raise UserError(f"Another learner stopped ({reason})") from None
 
 
 # Small things.
