@@ -1165,7 +1165,7 @@ def var_mean_over_learners(
         return var, mean
     mean = mean.double()  # in which E[x²] − E[x]² loses nothing that counts
     mean, square = mean_over_learners(torch.stack((mean, var + mean.square())))
-    return (square - mean.square()).to(var), mean.to(var)
+    return (square - mean.square()).clamp(min=0).to(var), mean.to(var)
 
 
 def std_mean_over_learners(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -1182,10 +1182,30 @@ def _join_learners() -> bool:
     if not distributed.is_torchelastic_launched():
         return False
     _die_with(os.getppid())
-    if not distributed.is_initialized():
-        cuda = torch.cuda.is_available() and distributed.is_nccl_available()
-        distributed.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+    if distributed.is_initialized():
+        return True
+    variables, where = os.environ, {}
+    if (store := _engines_store()) is not None:
+        # What the dead have left there must not be read again. Each node counts its own restarts.
+        if variables["GROUP_WORLD_SIZE"] != "1" and variables["TORCHELASTIC_MAX_RESTARTS"] != "0":
+            raise UserError(
+                "--max-restarts is set, on several nodes; torchrun then needs the environment "
+                "variable TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+            )
+        start = f"start {variables['TORCHELASTIC_RESTART_COUNT']}"
+        where = {"store": distributed.PrefixStore(start, store)}
+        where |= {"rank": int(variables["RANK"]), "world_size": int(variables["WORLD_SIZE"])}
+    cuda = torch.cuda.is_available() and distributed.is_nccl_available()
+    distributed.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", **where)
     return True
+
+
+def _engines_store() -> distributed.Store | None:
+    """torchrun's own store, where it has one: it outlives the learners."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return distributed.TCPStore(address, port, is_master=False)
 
 
 def _leave_learners() -> None:
@@ -1219,8 +1239,9 @@ def _from_learner_0(thing: Any) -> Any:
 def _one_sentence_if_alone() -> Iterator[None]:
     try:
         yield
-    except RuntimeError:  # of torch.distributed, when another process is gone
-        raise UserError("Another learner stopped: torchrun decides whether to go on.") from None
+    except RuntimeError as error:  # of torch.distributed, when another process is gone
+        reason, *_ = str(error).split(". ")
+        raise UserError(f"Another learner stopped ({reason})") from None
 
 
 # Small things.
@@ -1327,8 +1348,8 @@ def _restarted_args(args: RunArgs, script: str) -> RunArgs:
     if args.resume:
         return args
     if not args.run_dir:
-        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        store = distributed.TCPStore(address, port, is_master=False)
+        if (store := _engines_store()) is None:
+            raise UserError("--run-dir is empty; learners that are started again need to know it")
         stamp = store.compare_set(f"crane_rl/{run}", "", time.strftime(STAMP)).decode()
         args = _with_run_dir(args, script, stamp)
     exists = _from_learner_0((Path(args.run_dir) / "args.json").exists())

@@ -41,9 +41,8 @@ def test_two_learners_with_half_the_batch_are_one_with_all_of_it(after_20_update
     for case, expected in whole.items():
         for name, value in expected.items():
             assert torch.equal(first[case][name], second[case][name]), (case, name)
-            difference = (first[case][name] - value).abs().max().item()
-            size = max(1, value.abs().max().item())  # a variance of rewards is in the hundreds
-            assert difference < 1e-5 * size, (case, name, difference)
+            difference = (first[case][name] - value).abs()
+            assert (difference < 1e-5 + 1e-6 * value.abs()).all(), (case, name, difference)
 
 
 # Runs that are disturbed.
@@ -74,13 +73,15 @@ class Torchrun:
 
     started: list["Torchrun"] = []
 
-    def __init__(self, folder: Path, options: str, flags: str, code: str = "", command=None):
+    def __init__(
+        self, folder: Path, options: str, flags: str, code: str = "", command=None, **variables: str
+    ):
         self.mark, self.logs = uuid.uuid4().hex, folder
         folder.mkdir(parents=True)
         (folder / "matplotlib.py").write_text("raise ImportError")  # saves a second of each run
         (folder / "sitecustomize.py").write_text(code)
         paths = os.pathsep.join((str(folder), str(ROOT), os.environ.get("PYTHONPATH", "")))
-        environment = {**os.environ, "PYTHONPATH": paths, "MARK": self.mark}
+        environment = {**os.environ, "PYTHONPATH": paths, "MARK": self.mark, **variables}
         command = command or [*TORCHRUN, *options.split(), "algos/ppo.py", *flags.split()]
         self.process = subprocess.Popen(
             command,
@@ -198,6 +199,8 @@ def test_nodes_leave_and_join(tmp_path):
         "--rdzv-conf last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=10"
     )
     flags = f"{TINY} --total-steps 1000000000 --run-dir {tmp_path / 'run'}"
+    # else a node that joins is not told where the others are (torch 2.13)
+    variable = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
     def starts(learners: int) -> int:
         """How often a group of so many has begun; its learner 0 said so, on any node."""
@@ -211,15 +214,15 @@ def test_nodes_leave_and_join(tmp_path):
         run = content["run"] if content else {"learners": 0}
         return run if run["learners"] == learners and run["step"] > after else None
 
-    first = Torchrun(tmp_path / "1", options, flags)
+    first = Torchrun(tmp_path / "1", options, flags, **variable)
     wait_for(lambda: starts(1), "the first node to begin alone")
-    second = Torchrun(tmp_path / "2", options, flags)
+    second = Torchrun(tmp_path / "2", options, flags, **variable)
     wait_for(lambda: starts(2), "two learners")
     step = wait_for(lambda: saved_by(2, 0), "a checkpoint of two learners")["step"]
     second.process.kill()
     second.finish(-signal.SIGKILL)
     step = wait_for(lambda: saved_by(1, step), "the first node to go on alone")["step"]
-    third = Torchrun(tmp_path / "3", options, flags)
+    third = Torchrun(tmp_path / "3", options, flags, **variable)
     step = wait_for(lambda: saved_by(2, step), "two learners again")["step"]
     for node in (first, third):
         node.process.send_signal(signal.SIGINT)
