@@ -99,7 +99,7 @@ LIMITS = {
 
 # What differs by environment, as in the tables of papers; a flag on the command line wins.
 TUNED = {
-    "CartPole": {"total_steps": 50_000, "eval_every": 10_000},
+    "CartPole": {"total_steps": 50_000, "eval_every": 10_000, "n_step": 10},
     "Acrobot": {"total_steps": 100_000, "eval_every": 20_000},
     "MountainCar": {"total_steps": 120_000, "eval_every": 20_000},
     "LunarLander-v3": {"total_steps": 300_000, "eval_every": 50_000},
@@ -256,7 +256,9 @@ def train(args: Args) -> Result:
         run.log_episodes(step, rollout)
         if step // args.log_every > before // args.log_every:
             losses = {f"losses/{name}": value.detach().mean() for name, value in losses.items()}
-            run.log(step, {"charts/replay_size": len(replay), **losses})
+            losses["charts/replay_size"] = len(replay)
+            losses["charts/policy_lag"] = workers.policy_lag
+            run.log(step, losses)
         run.evaluate(step)
         run.checkpoint(step)
     return run.finish(step)

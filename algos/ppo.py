@@ -102,8 +102,8 @@ TUNED = {
     "Pendulum": {"minibatch_size": 1024, "learning_rate": 1e-3, "discount": 0.95},
     "LunarLanderContinuous-v3": {"discount": 0.999, "gae_lambda": 0.98},
     "BipedalWalker-v3": {
-        **{"total_steps": 4_000_000, "horizon": 256, "minibatch_size": 2048},
-        **{"learning_rate": 7e-4},
+        **{"total_steps": 2_500_000, "horizon": 256, "minibatch_size": 2048},
+        **{"learning_rate": 7e-4, "initial_log_std": -0.5},
     },
 }
 

@@ -86,6 +86,8 @@ class Args(RunArgs):
     """λ, weight of the H-term (0: ppo.py)"""
     hterm_memory: int = 16
     """M, rollouts in the memory"""
+    hterm_selection: Literal["energy", "uniform"] = "energy"
+    """uniform: any step of the memory and weight 1, the same work without the idea (a control)"""
 
 
 LIMITS = {
@@ -111,8 +113,8 @@ TUNED = {
     "Pendulum": {"minibatch_size": 1024, "learning_rate": 1e-3, "discount": 0.95},
     "LunarLanderContinuous-v3": {"discount": 0.999, "gae_lambda": 0.98},
     "BipedalWalker-v3": {
-        **{"total_steps": 4_000_000, "horizon": 256, "minibatch_size": 2048},
-        **{"learning_rate": 7e-4},
+        **{"total_steps": 2_500_000, "horizon": 256, "minibatch_size": 2048},
+        **{"learning_rate": 7e-4, "initial_log_std": -0.5},
     },
 }
 
@@ -334,7 +336,9 @@ class EnergyMemory(nn.Module):
         self.next_place.add_(1).remainder_(len(self.returns))
 
     @torch.no_grad()
-    def draw(self, agent: Agent, batch_size: int) -> Iterator[dict[str, Tensor]]:
+    def draw(
+        self, agent: Agent, batch_size: int, uniform: bool = False
+    ) -> Iterator[dict[str, Tensor]]:
         """Minibatches without end, each step with probability ∝ E = max(0, R − V_θ(s)).
 
         E is computed once, for a random quarter of the memory: V of all would cost as much time as
@@ -347,7 +351,8 @@ class EnergyMemory(nn.Module):
         energy = (returns - agent.value(x)).clamp(min=0)
         positive = mean_over_learners((energy > 0).sum())
         mean_energy = mean_over_learners(energy.sum()) / positive.clamp(min=1)
-        cumulated = energy.double().cumsum(0)
+        chance = (returns > -1e9).float() if uniform else energy  # no empty places
+        cumulated = chance.double().cumsum(0)
         while True:
             height = torch.rand_like(cumulated[-1].expand(batch_size)) * cumulated[-1]
             chosen = torch.searchsorted(cumulated, height, right=True).clamp(max=len(x) - 1)
@@ -359,10 +364,15 @@ class EnergyMemory(nn.Module):
             }
 
 
-def hamiltonian_term(agent: Agent, spins: dict[str, Tensor]) -> Tensor:
-    """− mean[ min(E/Ē, 3) σ̄² log π_θ(a|s) ] + 0.05 mean[ E² ],  E = max(0, R − V_θ(s))"""
-    energy = (spins["returns"] - agent.value(spins["obs"])).clamp(min=0)
+def hamiltonian_term(agent: Agent, spins: dict[str, Tensor], uniform: bool = False) -> Tensor:
+    """− mean[ min(E/Ē, 3) σ̄² log π_θ(a|s) ] + 0.05 mean[ E² ],  E = max(0, R − V_θ(s))
+
+    `uniform`, the control: − mean[ σ̄² log π_θ(a|s) ] + 0.05 mean[ (R − V_θ(s))² ]
+    """
+    error = spins["returns"] - agent.value(spins["obs"])
+    energy = error if uniform else error.clamp(min=0)
     weight = (energy.detach() / spins["mean_energy"].clamp(min=1e-8)).clamp(max=3)
+    weight = torch.ones_like(weight) if uniform else weight
     log_prob, _ = agent.log_prob_entropy(spins["obs"], spins["action"], fixed_std=True)
     variance = 1.0 if agent.discrete else (2 * agent.log_std.detach()).exp().mean()
     return -(weight * variance * log_prob.clamp(min=-20)).mean() + 0.05 * energy.square().mean()
@@ -376,7 +386,8 @@ def update(
     batch = prepare(agent, rollout, args)
     if args.hterm_coef > 0:
         memory.add(rollout, batch["returns"])
-        spins = memory.draw(agent, args.minibatch_size // 2)
+        uniform = args.hterm_selection == "uniform"
+        spins = memory.draw(agent, args.minibatch_size // 2, uniform)
     size, device = len(batch["obs"]), batch["obs"].device
     sums: dict[str, Tensor] = {}
     steps = 0
@@ -387,7 +398,7 @@ def update(
             minibatch = {name: tensor[index] for name, tensor in batch.items()}
             loss, losses = loss_function(agent, minibatch, args)
             if args.hterm_coef > 0:
-                losses["hamiltonian"] = hamiltonian_term(agent, next(spins))
+                losses["hamiltonian"] = hamiltonian_term(agent, next(spins), uniform)
                 loss = loss + args.hterm_coef * losses["hamiltonian"]
             weights.grad.zero_()
             loss.backward()

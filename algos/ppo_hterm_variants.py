@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import gymnasium
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -38,6 +39,7 @@ from algos.worker_learner import (
     Result,
     Run,
     RunArgs,
+    UserError,
     Workers,
     average_gradients,
     count_learners,
@@ -93,6 +95,9 @@ class Args(RunArgs):
     """L, windows of a minibatch (0: as many as make its size)"""
     window_selection: Literal["uniform", "top"] = "uniform"
     """chain: any windows of the rollout, or those with the best K-step rewards"""
+    log_std_schedule: str = ""
+    """log σ at equal distances of the training, as "0 -0.5 -1", instead of learning it: with
+    --hterm-coef 0 this is ppo.py with another run's noise (a control)"""
 
 
 LIMITS = {
@@ -118,7 +123,8 @@ TUNED = {
     "Pendulum": {"minibatch_size": 1024, "learning_rate": 1e-3, "discount": 0.95},
     "LunarLanderContinuous-v3": {"discount": 0.999, "gae_lambda": 0.98},
     "BipedalWalker-v3": {
-        **{"total_steps": 4_000_000, "horizon": 128, "minibatch_size": 1024, "discount": 0.999},
+        **{"total_steps": 2_500_000, "horizon": 256, "minibatch_size": 2048},
+        **{"learning_rate": 7e-4, "initial_log_std": -0.5},
     },
 }
 
@@ -465,11 +471,22 @@ def adapt_learning_rate(optimizer, kl: Tensor, target: float) -> None:
     rate.copy_((rate * factor).clamp(1e-6, 1e-2))
 
 
+def parse_schedule(words: str) -> list[float]:
+    """UserError if `words` are not numbers with spaces between."""
+    try:
+        return [float(word) for word in words.split()]
+    except ValueError:
+        raise UserError(f"--log-std-schedule is {words!r}; it must be numbers, as '0 -1'") from None
+
+
 def train(args: Args) -> Result:
     run = Run(args, __file__, LIMITS)
     args = run.args
     workers = Workers(run, collect)
     agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
+    log_std_schedule = parse_schedule(args.log_std_schedule)
+    if log_std_schedule and not agent.discrete:
+        agent.log_std.requires_grad_(False)
     weights = flatten(agent)
     learning_rate = torch.tensor(args.learning_rate, device=run.device)
     optimizer = torch.optim.Adam([weights], learning_rate, eps=1e-5, fused=True)
@@ -481,6 +498,9 @@ def train(args: Args) -> Result:
         left = 1 - step / args.total_steps
         if args.learning_rate_schedule == "anneal":
             optimizer.param_groups[0]["lr"].fill_(args.learning_rate * left)
+        if log_std_schedule and not agent.discrete:
+            places = np.linspace(0, 1, len(log_std_schedule))
+            agent.log_std.fill_(np.interp(1 - left, places, log_std_schedule))
         rollout = workers.collect()
         step += args.horizon * args.num_envs * run.learners
         losses = update(

@@ -292,7 +292,9 @@ def train(args: Args) -> Result:
         run.log_episodes(step, rollout)
         if step // args.log_every > before // args.log_every:
             losses = {f"losses/{name}": value.detach().mean() for name, value in losses.items()}
-            run.log(step, {"charts/replay_size": len(replay), **losses})
+            losses["charts/replay_size"] = len(replay)
+            losses["charts/policy_lag"] = workers.policy_lag
+            run.log(step, losses)
         run.evaluate(step)
         run.checkpoint(step)
     return run.finish(step)

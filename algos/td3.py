@@ -243,7 +243,7 @@ def train(args: Args) -> Result:
     run = Run(args, __file__, LIMITS)
     args = run.args
     torch.set_float32_matmul_precision("medium" if args.bf16 else "highest")
-    workers = Workers(run, collect)
+    workers = Workers(run, collect, ahead=True)
     agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
     target = copy.deepcopy(agent).requires_grad_(False)
     critic_optimizer, actor_optimizer = (
@@ -281,7 +281,9 @@ def train(args: Args) -> Result:
         run.log_episodes(step, rollout)
         if step // args.log_every > before // args.log_every:
             metrics = {f"losses/{name}": value.detach() for name, value in losses.items()}
-            run.log(step, {"charts/replay_size": len(replay), **metrics})
+            metrics["charts/replay_size"] = len(replay)
+            metrics["charts/policy_lag"] = workers.policy_lag
+            run.log(step, metrics)
         run.evaluate(step)
         run.checkpoint(step)
     return run.finish(step)

@@ -735,13 +735,16 @@ class Workers:
     `collect(agent, envs, rollout)` steps `envs` with `agent` and fills the tensors of `rollout`,
     each (time, env, ...). Worker processes fill their own columns of the same tensors, which then
     lie in shared memory; `agent` there is a copy that is refreshed before each collection. With
-    `ahead`, for off-policy learners, they collect the next rollout while the learner learns.
+    `ahead`, for off-policy learners, they collect the next rollout while the learner learns;
+    `policy_lag` is how many steps of all envs older than the learner's the weights then were that
+    collected the last rollout (0: none, or it was collected here).
     A script for several agents says so by `multi_agent`, and gets their axis as the third.
     """
 
     def __init__(self, run: Run, collect: Callable, ahead: bool = False, multi_agent: bool = False):
         self.args, self.device, self._collect = run.args, run.device, collect
         self._ahead, self._asked = ahead, False
+        self.policy_lag = 0
         self._run = run
         args = run.args
         one = dataclasses.replace(args, num_envs=1) if args.num_workers else args
@@ -813,6 +816,7 @@ class Workers:
             except ValueError as error:  # an environment refuses a NaN, which has a cause here
                 failure = error
         else:
+            self.policy_lag = self._rollout["done"].numel() if self._asked else 0
             if not self._asked:
                 self._ask_children()
             for index, child in enumerate(self._children):

@@ -13,6 +13,7 @@ sharing the machine: they are no speed claim (benchmark/throughput.py makes thos
 """
 
 import csv
+import fcntl
 import json
 import shlex
 import statistics
@@ -73,6 +74,29 @@ def evaluations(run_dir: Path) -> dict[int, dict[str, float]]:
     return found
 
 
+def finish(command: list[str], run_dir: Path) -> bool:
+    """Start a run, or go on with it where it was, to its end; False if another process is at it.
+
+    The run itself holds the lock, so it counts as running after its benchmark was killed.
+    """
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with open(run_dir / "lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"{run_dir} is at work in another process and left to it", flush=True)
+            return False
+        resume = (run_dir / "args.json").exists()
+        rest = ["--resume", run_dir] if resume else [*command[2:], "--run-dir", run_dir]
+        done = subprocess.run(
+            [sys.executable, ROOT / command[1], *rest],
+            **{"capture_output": True, "text": True, "cwd": ROOT, "pass_fds": [lock.fileno()]},
+        )
+    if done.returncode:
+        raise SystemExit(f"{run_dir} ended with {done.returncode}: {done.stderr[-2000:]}")
+    return True
+
+
 def train(options: Options, flags: list[str], seed: int) -> None:
     """One run to its end, and its rows."""
     words = [options.script, options.env, *flags, str(seed)]
@@ -84,11 +108,8 @@ def train(options: Options, flags: list[str], seed: int) -> None:
     note = run_dir / "finished.json"  # what returns.csv says of it: this run is not repeated
     if note.exists():
         return
-    start = ["--resume", run_dir] if (run_dir / "args.json").exists() else ["--run-dir", run_dir]
-    arguments = [ROOT / command[1], *(start if start[0] == "--resume" else command[2:] + start)]
-    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, cwd=ROOT)
-    if done.returncode:
-        raise SystemExit(f"{name} ended with {done.returncode}: {done.stderr[-2000:]}")
+    if not finish(command, run_dir):
+        return
     curve = evaluations(run_dir)
     last = max(curve)
     best = max(entry["episodic_return"] for entry in curve.values())

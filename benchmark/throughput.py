@@ -13,6 +13,7 @@ cores as it sees fit, with its own defaults; what is compared is said beside it.
 import copy
 import csv
 import datetime
+import functools
 import os
 import platform
 import re
@@ -32,7 +33,7 @@ import torch
 import tyro
 
 import vec_envs
-from algos import ppo, ppo_hterm, ppo_hterm_variants
+from algos import ppo, ppo_hterm, ppo_hterm_variants, sac_hterm
 from algos import sac as sac_script
 from algos.worker_learner import ReplayBuffer, Workers, flatten
 from vec_envs.chasing import Chasing
@@ -48,7 +49,7 @@ class Options:
     """Measure, write results/throughput.csv and throughput.png, print a table."""
 
     sections: list[str] = field(
-        default_factory=lambda: ["env", "training", "dqn", "chasing", "hterm", "sac"]
+        default_factory=lambda: "env training dqn chasing hterm sac workers learners".split()
     )
     """what to measure; the other sections keep their rows"""
     rounds: int = 5
@@ -174,12 +175,37 @@ print("steps/s", (model.num_timesteps - before) / (time.perf_counter() - start))
 """
 
 
-def training_speed(script: str, *flags: str) -> float:
+SLOW = """
+import time
+import gymnasium, numpy
+class Slow(gymnasium.Env):
+    observation_space = action_space = gymnasium.spaces.Box(-1, 1, (4,))
+    def reset(self, *, seed=None, options=None):
+        return numpy.zeros(4, "float32"), {}
+    def step(self, action):
+        time.sleep(0.005)
+        return numpy.zeros(4, "float32"), 0.0, False, False, {}
+gymnasium.register("Slow-v0", Slow, max_episode_steps=100)
+"""
+
+
+def training_speed(script: str, *flags: str, learners: int = 1) -> float:
     """The steps per second that a script itself reports, without evaluations in between."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, ROOT / "algos" / script, "--eval-every", "0"]
+        command = [sys.executable]
+        if learners > 1:
+            command += [
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                f"--nproc-per-node={learners}",
+            ]
+        command += [ROOT / "algos" / script, "--eval-every", "0"]
         command += ["--eval-episodes", "1", "--run-dir", f"{folder}/run", *flags]
-        subprocess.run(command, check=True, capture_output=True)
+        (Path(folder) / "slow.py").write_text(SLOW)
+        paths = os.pathsep.join((folder, os.environ.get("PYTHONPATH", "")))
+        environment = {**os.environ, "PYTHONPATH": paths}
+        subprocess.run(command, check=True, capture_output=True, env=environment)
         rows = (Path(folder) / "run" / "metrics.csv").read_text().splitlines()
         return float([row for row in rows if ",charts/SPS," in row][-1].split(",")[3])
 
@@ -352,16 +378,21 @@ def hterm(options: Options) -> Iterator[tuple[str, str, Contenders]]:
 
         turns[what] = lambda step=step: per_second(step, 64 * 64, options.seconds)
     yield "PPO's update with the H-term", "transitions/s", turns
+    turns = {}
+    for what, script in (("CraneRL sac_hterm.py", sac_hterm), ("sac.py", sac_script)):
+        step = sac_stepper(bf16=False, script=script)
+        turns[what] = lambda step=step: per_second(step, 1, options.seconds)
+    yield "SAC's update with the H-term", "updates/s", turns
 
 
 OBS, ACT, BATCH, HIDDEN = 17, 6, 256, 256  # HalfCheetah's sizes
 
 
-def sac_stepper(bf16: bool) -> Callable[[int], None]:
-    """Sampling and `update` of sac.py, on random transitions."""
-    args = sac_script.Args(bf16=bf16)
+def sac_stepper(bf16: bool, script=sac_script) -> Callable[[int], None]:
+    """Sampling and `update` of sac.py or sac_hterm.py, on random transitions."""
+    args = script.Args(bf16=bf16)
     spaces = gymnasium.spaces.Box(-np.inf, np.inf, (OBS,)), gymnasium.spaces.Box(-1.0, 1.0, (ACT,))
-    agent = sac_script.Agent(*spaces, args)
+    agent = script.Agent(*spaces, args)
     target = copy.deepcopy(agent.critics).requires_grad_(False)
     optimizers = tuple(
         torch.optim.Adam([flatten(network)], 3e-4, fused=True)
@@ -370,14 +401,18 @@ def sac_stepper(bf16: bool) -> Callable[[int], None]:
     rollout = {"obs": torch.randn(1000, 4, OBS), "action": torch.rand(1000, 4, ACT) * 2 - 1}
     rollout |= {"reward": torch.randn(1000, 4), "next_obs": torch.randn(1000, 4, OBS)}
     rollout |= dict.fromkeys(("terminated", "done"), torch.zeros(1000, 4, dtype=torch.bool))
+    with_term = script is sac_hterm
+    if with_term:
+        rollout |= {"x": torch.randn(1000, 4, ACT), "log_prob": -torch.ones(1000, 4) * ACT}
     run = SimpleNamespace(device=torch.device("cpu"), args=args)
     replay = ReplayBuffer(run, rollout, 4000)
     replay.add(rollout)
-    functions = sac_script.critic_loss, sac_script.actor_loss
+    functions = script.critic_loss, script.actor_loss
 
     def step(i: int) -> None:
         torch.set_float32_matmul_precision("medium" if bf16 else "highest")
-        sac_script.update(agent, target, optimizers, replay.sample(BATCH), functions, args)
+        term = (script.draw_windows(replay, args), args.hterm_coef) if with_term else ()
+        script.update(agent, target, optimizers, replay.sample(BATCH), functions, args, *term)
         torch.set_float32_matmul_precision("highest")
 
     return step
@@ -468,9 +503,46 @@ def sac(options: Options) -> Iterator[tuple[str, str, Contenders]]:
     yield "SAC updates", "updates/s", turns
 
 
+def workers(options: Options) -> Iterator[tuple[str, str, Contenders]]:
+    """Worker processes that collect, for environments of which one process has one core's worth."""
+    length = 5 * options.seconds
+    for what, name, flags, speed in (
+        ("PPO on an environment that sleeps for 5 ms a step", "slow:Slow-v0", "--horizon 8", 170),
+        ("PPO on BipedalWalker-v3", "BipedalWalker-v3", "", 3000),
+        ("PPO on LunarLander-v3", "LunarLander-v3", "", 5000),
+        ("SAC on BipedalWalker-v3, an update every 16 steps", "BipedalWalker-v3",
+         "--utd-ratio 0.0625 --num-envs 16 --warmup-steps 1000", 1500),
+    ):  # fmt: skip
+        script, turns = what.split()[0].lower() + ".py", {}
+        for count in (0, 1, 2, 4):
+            cores = count if "slow" in name else min(count, available_cores())
+            total = ("--total-steps", str(int(speed * max(cores, 1) * length)))
+            command = (script, "--env", name, "--num-workers", str(count), *total, *flags.split())
+            number = f"{count or 'no'} worker{'s' * (count != 1)}"
+            turns[f"CraneRL {script}, {number}"] = functools.partial(training_speed, *command)
+        yield what, "training steps/s", turns
+
+
+def learners(options: Options) -> Iterator[tuple[str, str, Contenders]]:
+    """torchrun: learners that share the envs, the cores and each minibatch."""
+    for name, speed in (("Hopper", 12_000), ("Ant", 8000), ("BipedalWalker-v3", 4000)):
+        flags = "--env", name, "--total-steps", str(int(speed * 10 * options.seconds))
+        turns = {
+            "CraneRL ppo.py, 1 learner": functools.partial(training_speed, "ppo.py", *flags),
+            "CraneRL ppo.py, 2 learners": functools.partial(
+                training_speed, "ppo.py", *flags, learners=2
+            ),
+        }
+        if name in ("Hopper", "Ant"):
+            turns["mujoco.rollout, physics alone"] = functools.partial(
+                per_second, physics_stepper(name, 64), 64, options.seconds
+            )
+        yield f"PPO on {name} with several learners", "training steps/s", turns
+
+
 SECTIONS = {
     **{"env": env, "training": training, "dqn": dqn, "chasing": chasing, "hterm": hterm},
-    "sac": sac,
+    **{"sac": sac, "workers": workers, "learners": learners},
 }
 
 

@@ -1,9 +1,15 @@
 """The scripts of benchmark/ run, and repeat nothing that is finished."""
 
 import csv
+import fcntl
+import importlib
 import subprocess
 import sys
 from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
 
 BENCHMARK = Path(__file__).parent.parent / "benchmark"
 
@@ -35,5 +41,195 @@ def test_throughput_keeps_the_other_sections(tmp_path):
     run(*command, "--sections", "chasing")
     table = run(*command, "--sections", "hterm")
     sections = [row["section"] for row in csv.DictReader(open(tmp_path / "throughput.csv"))]
-    assert sections == ["chasing"] * 2 + ["hterm"] * 4
+    assert sections == ["chasing"] * 2 + ["hterm"] * 6
     assert "looping over envs" in table and (tmp_path / "throughput.png").exists()
+
+
+# stability.py: the statistics, on samples whose answer is known.
+
+
+@pytest.fixture(scope="module")
+def stability():
+    sys.path.insert(0, str(BENCHMARK))
+    yield importlib.import_module("stability")
+    sys.path.remove(str(BENCHMARK))
+
+
+def test_statistics_with_a_known_answer(stability):
+    x = np.array([9.0, 1, 8, 2, 7, 3, 6, 4])
+    assert stability.iqm(x) == (3 + 4 + 6 + 7) / 4
+    assert stability.worst_quarter(x) == 1.5 and stability.worst_quarter(x[:5]) == 1.5
+    assert stability.improvement(np.array([1.0, 2, 3]), np.array([2.0, 0])) == 4.5 / 6
+    rng = np.random.default_rng(0)
+    base, steadier = rng.normal(0, 3, 100), rng.normal(50, 1.5, 100)
+    found = stability.compare(steadier, base)
+    assert found["variance_ratio"] == pytest.approx(np.var(steadier) / np.var(base))
+    assert 0.12 < found["variance_ratio_low"] < 0.25 < found["variance_ratio_high"] < 0.5
+    assert found["variance_p"] < 0.01
+    assert found["iqm_difference_low"] < 50 < found["iqm_difference_high"]
+    assert found["improvement"] == 1
+    both = [base, base[::2]], [steadier, 2 * steadier[::2]]  # ratios q and 4 q: the mean is 2 q
+    runs = [
+        {"env": env, "steps": "10", "arm": arm, "seed": i, "final": value}
+        for arm, samples in zip(("base", "memory"), both, strict=True)
+        for env, sample in zip(("Ant", "Hopper"), samples, strict=True)
+        for i, value in enumerate(sample)
+    ]
+    (row,) = stability.across(runs)
+    assert row["envs"] == "Ant Hopper" and row["variance_ratio"] == pytest.approx(0.5, rel=0.4)
+    assert row["variance_ratio_low"] < 0.5 < row["variance_ratio_high"]
+
+
+def test_identical_runs_have_no_interval(stability):
+    same, other = np.full(5, 500.0), np.arange(5.0)
+    for x, y in ((same, same), (same, other), (other, same)):
+        found = stability.compare(x, y)
+        assert np.isnan(found["variance_p"])
+    assert stability.compare(same, other)["variance_ratio"] == 0
+
+
+def test_the_permutation_test_is_uniform_if_nothing_differs(stability):
+    """Also when the means differ, and on runs of two kinds, as Hopper's are."""
+    rng = np.random.default_rng(1)
+
+    def sample(mean: float, scale: float = 1.0) -> np.ndarray:
+        return mean + scale * (3 * (rng.random(20) < 0.7) + rng.normal(0, 0.5, 20))
+
+    p = np.array([stability.variance_p(sample(0), sample(2), 199) for _ in range(200)])
+    for level in (0.1, 0.3, 0.5):  # binomial: three standard deviations are at most 0.11
+        assert abs((p <= level).mean() - level) < 0.11, level
+    p = np.array([stability.variance_p(sample(0, 0.3), sample(0), 199) for _ in range(20)])
+    assert (p < 0.05).mean() > 0.8
+
+
+def test_a_run_in_three_numbers(stability, tmp_path):
+    options = stability.Options(total_steps=1000, results=tmp_path)
+    returns = [0, 100, 40, 80, 120, 60, 70, 90, 110, 130]
+    rows = [
+        {"env": "Hopper", "steps": 1000, "arm": "base", "seed": 7, "step": 100 * (i + 1)}
+        | {"return": value, "log_std": "", "seconds": i, "parallel": 2, "commit": "", "command": ""}
+        for i, value in enumerate(returns)
+    ]
+    path = stability.csv_of(options, "base", 7)
+    stability.write(path, rows)
+    found = stability.summary(path)
+    assert found["final"] == 130  # 900 is not in the last 10 %
+    assert found["drawdown"] == 60 and found["area"] == pytest.approx((800 - 65) / 9, abs=0.01)
+
+
+def fake_finish(stability, monkeypatch, killed: set[int]) -> list[list[str]]:
+    """Runs that only write what a script writes; the seeds in `killed` die once."""
+    calls = []
+
+    def finish(command: list[str], run_dir: Path) -> bool:
+        calls.append(command)
+        seed = int(command[-1])
+        run_dir.mkdir(parents=True, exist_ok=True)
+        if seed in killed:
+            killed.remove(seed)
+            raise SystemExit("killed")
+        lines = ["step,seconds,tag,value", "100,1.0,losses/value,3"]
+        for step in (500, 1000):
+            tags = {"eval/episodic_return": seed + step, "eval/episodic_return_std": 1}
+            lines += [f"{step},1.5,{tag},{value}" for tag, value in tags.items()]
+        (run_dir / "metrics.csv").write_text("\n".join(lines) + "\n")
+        return True
+
+    monkeypatch.setattr(stability, "finish", finish)
+    return calls
+
+
+def test_a_finished_run_is_never_repeated(stability, monkeypatch, tmp_path, capsys):
+    calls = fake_finish(stability, monkeypatch, killed={1001})
+    folders = {"runs_dir": tmp_path / "runs", "results": tmp_path / "results"}
+    options = {"seeds": 4, "total_steps": 1000, "parallel": 1, "arms": ["base", "memory"]}
+    with pytest.raises(SystemExit, match="killed"):
+        stability.main(stability.Options(**options, **folders))
+    for expected in (8 + 1, 8 + 1):  # the killed one was begun twice, none of the others
+        stability.main(stability.Options(**options, **folders))
+        assert len(calls) == expected
+    seeds = list(csv.DictReader(open(folders["results"] / "seeds.csv")))
+    assert [row["final"] for row in seeds[:4]] == ["2000.0", "2001.0", "2002.0", "2003.0"]
+    table = list(csv.DictReader(open(folders["results"] / "table.csv")))
+    assert [row["arm"] for row in table] == ["base", "memory"]
+    assert float(table[1]["variance_ratio"]) == 1 and table[0]["variance_ratio"] == "nan"
+    assert (folders["results"] / "Hopper__1000.png").exists()
+    options["arms"] = ["memory=ppo_hterm --hterm-coef 0.1"]  # the same name, another command
+    with pytest.raises(SystemExit, match="of another command"):
+        stability.main(stability.Options(**options, **folders))
+    for wrong, said in (("nope", "'nope'; allowed is base, "), ("a=nope", "no algos/nope.py")):
+        with pytest.raises(SystemExit, match=said):
+            stability.main(stability.Options(arms=[wrong], **folders))
+    assert len(calls) == 9
+
+
+def test_a_run_at_work_elsewhere_is_left_alone(stability, tmp_path):
+    with open(tmp_path / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert not stability.finish(["python", "algos/nope.py"], tmp_path)
+    with pytest.raises(SystemExit, match="nope"):
+        stability.finish(["python", "algos/nope.py"], tmp_path)
+
+
+def test_the_control_takes_over_the_noise(tmp_path):
+    """Real runs: log_std is that of the saved policy, and `logstd` has it without learning it."""
+    command = [BENCHMARK / "stability.py", "--env", "Pendulum", "--arms", "logstd", "memory"]
+    command += ["--seeds", 1, "--total-steps", 4096, "--evaluations", 1, "--eval-episodes", 1]
+    run(*command, "--runs-dir", tmp_path / "runs", "--results", tmp_path)
+    noise = {}
+    for arm in ("memory", "logstd"):
+        (row,) = csv.DictReader(open(tmp_path / f"Pendulum__4096__{arm}__1000.csv"))
+        noise[arm] = float(row["log_std"])
+    assert noise["logstd"] == pytest.approx(noise["memory"], abs=2e-3)
+    assert f"--log-std-schedule '{noise['memory']:.3f} " in row["command"]
+
+
+# gpu.py: without a GPU it can only be tried out.
+
+
+@pytest.fixture(scope="module")
+def gpu():
+    sys.path.insert(0, str(BENCHMARK))
+    yield importlib.import_module("gpu")
+    sys.path.remove(str(BENCHMARK))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_gpu_says_that_there_is_none(tmp_path):
+    said = run(BENCHMARK / "gpu.py", "--results", tmp_path)
+    assert said == "torch finds no CUDA device here, so nothing was measured.\n"
+    (row,) = csv.DictReader(open(tmp_path / "gpu.csv"))
+    assert row["note"] == "No GPU has run this benchmark yet." and row["value"] == ""
+    (tmp_path / "gpu.csv").write_text("of a GPU")
+    run(BENCHMARK / "gpu.py", "--results", tmp_path)
+    assert (tmp_path / "gpu.csv").read_text() == "of a GPU"  # what one measured stays
+
+
+def test_gpu_reads_a_run(gpu, tmp_path):
+    lines = ["step,seconds,tag,value", "100,5,losses/value,1", "200,5,charts/episodic_return,900"]
+    for step in range(200, 1000, 100):  # 5 s of compiling, then 0.5 s an iteration
+        seconds = 5 + (step - 100) / 200
+        lines += [f"{step},{seconds},losses/value,1", f"{step},{seconds},charts/SPS,1"]
+        lines += [f"{step},99,eval/episodic_return,{10 * step}"]  # found later than it was so
+    (tmp_path / "metrics.csv").write_text("\n".join(lines) + "\n1000,9")  # not finished writing
+    iterations, returns = gpu.progress(tmp_path)
+    assert iterations[:2] == [(100, 5), (200, 5.5)] and iterations[-1][0] == 900
+    assert gpu.steady_speed(iterations) == pytest.approx(200)
+    assert returns["training"] == [(200, 900)]
+    assert gpu.seconds_to(5000, returns["evaluation"], iterations) == pytest.approx(2)
+    assert gpu.seconds_to(9500, returns["evaluation"], iterations) is None
+    assert gpu.progress(tmp_path / "nothing") == ([], {"training": [], "evaluation": []})
+
+
+def test_gpu_is_tried_out_on_a_cpu(tmp_path):
+    command = [BENCHMARK / "gpu.py", "--device", "cpu", "--envs", 8, "--seconds", 1]
+    command += ["--results", tmp_path, "--sections", "envs", "ppo", "--robots", "Hopper"]
+    assert "| Hopper, ppo.py: training steps/s |" in run(*command)
+    rows = list(csv.DictReader(open(tmp_path / "gpu.csv")))
+    values = {row["what"]: row["value"] for row in rows}
+    for what in ("env steps/s", "ppo.py: training steps/s", "ppo.py: share of physics"):
+        assert float(values[f"Hopper{', ' if 'ppo' in what else ': '}{what}"]) > 0
+    never = next(row for row in rows if "return of 6000, evaluation" in row["what"])
+    assert never["value"] == "" and never["note"].startswith("not within")
+    assert {row["device"] for row in rows} == {"CPU, a trial"} and (tmp_path / "gpu.png").exists()
+    assert "python algos/ppo.py --env Hopper --num-envs 8" in rows[1]["command"]

@@ -15,9 +15,10 @@ from test_runs import (
     kill,
     load,
     nothing_is_left_running,  # noqa: F401  (a fixture of every test here)
+    pause,
     same,
     start_command,
-    wait_for,
+    wait_for_pause,
 )
 
 from algos import d3qn, dqn, pqn, sac_discrete
@@ -358,11 +359,13 @@ def test_resume_after_sigkill_is_bit_identical(tmp_path):
         python = [sys.executable, str(ROOT / "algos" / f"{script}.py")]
         flags = f"{TINY} {FLAGS[script]}"
         folders = [tmp_path / script / "undisturbed", tmp_path / script / "killed"]
-        runs = [start_command([*python, *flags.split(), "--run-dir", d], d) for d in folders]
-        wait_for((folders[1] / "checkpoint.pt").exists, what="a checkpoint", run=runs[1])
+        runs = [
+            start_command([*python, *flags.split(), "--run-dir", folder], folder, sabotage)
+            for folder, sabotage in zip(folders, ("", pause(1)), strict=True)
+        ]
+        wait_for_pause(runs[1])
         kill(runs[1])
         finish(runs[1], -9)
-        assert load(folders[1])["run"]["step"] < 3000, "killed too late"
         finish(start_command([*python, "--resume", folders[1]], folders[1]))
         finish(runs[0])
         ours, theirs = load(folders[1]), load(folders[0])

@@ -185,3 +185,32 @@ def test_nothing_after_an_episodes_end_reaches_a_window():
     delta[0, 2:] = 1e6
     again = ppo_hterm_variants.chain_gradient(torch.randn(1, 4) * 0, delta, mask, 0.9)
     assert torch.equal(g[0, :2], again[0, :2])
+
+
+def test_the_uniform_control_does_the_same_work_without_the_idea():
+    levels = torch.linspace(-5, 5, 20)
+    returns = levels.repeat(10_000).view(-1, 5)
+    agent, memory, rollout = memory_of(returns)
+    memory.add(rollout, returns)  # half of the memory is still empty
+    spins = next(memory.draw(agent, 200_000, uniform=True))
+    drawn = spins["returns"].unsqueeze(1) == levels
+    assert drawn.any(1).all()  # no empty place
+    torch.testing.assert_close(drawn.float().mean(0), torch.full((20,), 0.05), atol=0.01, rtol=0)
+    log_prob, _ = agent.log_prob_entropy(spins["obs"], spins["action"])
+    error = spins["returns"] - agent.value(spins["obs"])
+    variance = (2 * agent.log_std).exp().mean()
+    expected = -(variance * log_prob.clamp(min=-20)).mean() + 0.05 * error.square().mean()
+    term = ppo_hterm.hamiltonian_term(agent, spins, uniform=True)
+    torch.testing.assert_close(term, expected)
+    assert not torch.allclose(term, ppo_hterm.hamiltonian_term(agent, spins))
+
+
+def test_log_std_follows_a_schedule(tmp_path):
+    """At 1000 steps of 64: the last iteration begins at 960."""
+    options = {**TINY, "hterm_coef": 0.0, "log_std_schedule": "-1 -2 -4"}
+    ppo_hterm_variants.train(ppo_hterm_variants.Args(**options, run_dir=str(tmp_path / "run")))
+    agent = torch.load(tmp_path / "run" / "last.pt", weights_only=True)["agent"]
+    torch.testing.assert_close(agent["log_std"], torch.tensor([-2 - 2 * (0.96 - 0.5) / 0.5]))
+    wrong = ppo_hterm_variants.Args(**TINY, log_std_schedule="a", run_dir=str(tmp_path / "wrong"))
+    with pytest.raises(SystemExit, match="--log-std-schedule is 'a'"):
+        ppo_hterm_variants.train(wrong)

@@ -42,7 +42,8 @@ def test_two_learners_with_half_the_batch_are_one_with_all_of_it(after_20_update
         for name, value in expected.items():
             assert torch.equal(first[case][name], second[case][name]), (case, name)
             difference = (first[case][name] - value).abs()
-            assert (difference < 1e-5 + 1e-6 * value.abs()).all(), (case, name, difference)
+            allowed = 1e-5 + 1e-6 * value.abs()  # a variance of rewards is in the hundreds
+            assert (difference < allowed).all(), (case, name, difference.max())
 
 
 # Runs that are disturbed.
@@ -187,7 +188,7 @@ def test_a_killed_learner_and_ctrl_c_change_nothing(tmp_path):
     assert len(rows) == len(set(row.split(",", 3)[0] + row.split(",", 3)[2] for row in rows))
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.skipif("CRANE_RL_SLOW_TESTS" not in os.environ, reason="minutes of torchrun's waiting")
 def test_nodes_leave_and_join(tmp_path):
     """Two agents with a learner each; one is killed, the other goes on alone; another joins it."""
     with socket.socket() as free:

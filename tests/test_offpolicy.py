@@ -3,9 +3,7 @@
 import copy
 import math
 import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,9 +11,17 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
+from test_runs import (
+    finish,
+    kill,
+    nothing_is_left_running,  # noqa: F401  (a fixture of every test here)
+    pause,
+    start_command,
+    wait_for_pause,
+)
 from torch import distributions
 
-from algos import ddpg, sac, td3, worker_learner
+from algos import ddpg, ddpg_hterm, sac, sac_hterm, td3, td3_hterm, worker_learner
 from algos.worker_learner import ReplayBuffer
 
 OBS_DIM, ACT_DIM, HIDDEN, BATCH = 4, 2, 6, 10
@@ -477,12 +483,18 @@ def assert_same(a, b, where=""):
         (td3, {"prioritized": True, "n_step": 3, "policy_delay": 3}),
         (sac, {"horizon": 3, "utd_ratio": 1.3, "max_grad_norm": 1.0}),
         (sac, {"bf16": True, "prioritized": True}),
+        (ddpg_hterm, {"noise": "ou", "total_steps": 240}),
+        (td3_hterm, {"horizon": 2, "total_steps": 240}),
+        (sac_hterm, {"max_grad_norm": 1.0, "total_steps": 240}),
     ],
 )
 def test_resumed_is_bit_identical(script, options, tmp_path):
     updates = run_of(script, tmp_path / "reference", **options)
     ratio = options.get("utd_ratio", 1.0)
-    assert abs(updates - ratio * 550) <= 3 * ratio + 1  # they follow the transitions collected
+    collected = options.get("total_steps", 600) - 50
+    assert (
+        abs(updates - ratio * collected) <= 3 * ratio + 1
+    )  # they follow the transitions collected
     moment = int(torch.randint(2, updates, ()))
     print("killed at update", moment)
     run_of(script, tmp_path / "killed", kill_after=moment, **options)
@@ -495,22 +507,46 @@ def test_resumed_is_bit_identical(script, options, tmp_path):
     assert_same(ours, theirs)
 
 
+@pytest.mark.parametrize(
+    ("parent", "child", "options"),
+    [
+        (ddpg, ddpg_hterm, {"noise": "ou", "utd_ratio": 0.5}),
+        (td3, td3_hterm, {"n_step": 3}),
+        (sac, sac_hterm, {"prioritized": True, "max_grad_norm": 1.0}),
+    ],
+)
+def test_without_the_h_term_the_run_is_the_parents_bit_for_bit(parent, child, options, tmp_path):
+    contents = []
+    for script, extra in ((parent, {}), (child, {"hterm_coef": 0.0}), (child, {})):
+        run_dir = tmp_path / str(len(contents))
+        run_of(script, run_dir, checkpoint_every=9999, total_steps=300, **options, **extra)
+        contents.append(torch.load(run_dir / "checkpoint.pt", weights_only=True))
+    base, zero, with_term = contents
+    for content in (zero, with_term):  # what only the child has
+        content["agent"].pop("g_square"), content["target"].pop("g_square", None)
+        for name in ("x", "log_prob"):
+            assert content["replay"]["data"].pop(name).abs().sum() > 0
+    assert_same(base, zero)
+    assert not torch.equal(weights_of(with_term), weights_of(base))
+    curve = (tmp_path / "2" / "metrics.csv").read_text()
+    assert "losses/hamiltonian" in curve and "losses/effective_sample_size" in curve
+
+
+def weights_of(content):
+    return torch.cat([value.flatten().float() for value in content["agent"].values()])
+
+
 def test_sigkill(tmp_path):
     """The same with a real process, evaluator included, that is really killed."""
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in TINY.items()]
     path, run_dir = Path(sac.__file__), tmp_path / "killed"
     command = [sys.executable, path, *flags, "--total-steps=1500", f"--run-dir={run_dir}"]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 240
-    while not (run_dir / "checkpoint.prev.pt").exists() and time.monotonic() < deadline:
-        time.sleep(0.001)
-    process.kill()
-    assert process.wait() == -signal.SIGKILL
-    done = subprocess.run(
-        [sys.executable, path, "--resume", run_dir], capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode == 0 and "Not exact" not in done.stdout, done.stdout + done.stderr
-    assert "Resumed at step" in done.stdout
+    run = start_command(command, run_dir, pause(2))
+    wait_for_pause(run)
+    kill(run)
+    finish(run, -9)
+    done = finish(start_command([sys.executable, path, "--resume", run_dir], run_dir))
+    assert "Not exact" not in done.text and "Resumed at step" in done.out
     run_of(sac, tmp_path / "reference", total_steps=1500)
     ours, theirs = (
         torch.load(tmp_path / name / "checkpoint.pt", weights_only=True)

@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from algos.worker_learner import parse
 ALGOS = Path(__file__).parent.parent / "algos"
 SCRIPTS = ["a2c", "ppo", "ppo_hterm", "ppo_hterm_variants"]
 CONTINUOUS = ["ddpg", "td3", "sac", "redq", "mod_sac", "crossq"]
+CONTINUOUS += ["ddpg_hterm", "td3_hterm", "sac_hterm"]
 DISCRETE = ["pqn", "dqn", "d3qn", "sac_discrete"]  # a choice among a few actions
 MULTI_AGENT = ["mappo", "vdn", "qmix", "maddpg", "matd3"]
 RUNS = [(script, env) for script in SCRIPTS for env in ("CartPole", "Pendulum")]
@@ -30,6 +32,17 @@ PAIRS = {
     ("ppo", "ppo_hterm_variants"): {"Args", "prepare", "update", "train"},
     ("ddpg", "td3"): {"Args", "Agent", "collect", "critic_loss", "actor_loss", "update", "train"},
     ("td3", "sac"): {"Args", "Agent", "critic_loss", "actor_loss", "update", "train"},
+    ("ddpg", "ddpg_hterm"): {"Args", "Agent", "collect", "gradient_step", "update", "train"},
+    ("td3", "td3_hterm"): {"Args", "Agent", "collect", "gradient_step", "update", "train"},
+    ("sac", "sac_hterm"): {"Args", "Agent", "collect", "gradient_step", "update", "train"},
+    ("ddpg_hterm", "td3_hterm"): {
+        *{"Args", "Agent", "collect", "critic_loss", "actor_loss", "window_delta"},
+        *{"update", "train"},
+    },
+    ("td3_hterm", "sac_hterm"): {
+        *{"Args", "Agent", "critic_loss", "actor_loss", "window_delta", "hamiltonian_term"},
+        *{"add_capped", "update", "train"},
+    },
     ("ppo", "mappo"): {
         *{"Args", "Agent", "collect", "policy_loss", "value_loss", "prepare", "minibatch_loss"},
         *{"update", "train"},
@@ -56,23 +69,43 @@ def test_siblings_have_not_drifted_apart(parent, child):
     assert drifted == PAIRS[parent, child]
 
 
+def run(command: list) -> subprocess.CompletedProcess:
+    return subprocess.run(command, capture_output=True, text=True, timeout=600)
+
+
+@pytest.fixture(scope="module")
+def results(request, tmp_path_factory):
+    """What each script of the two tests below said, by its test's name; several run at a time."""
+    with ThreadPoolExecutor(3) as pool:
+        futures = {}
+        for item in request.session.items:
+            if getattr(item, "originalname", "") in ("test_help", "test_short_run"):
+                script, env = (item.callspec.params.get(name) for name in ("script", "env"))
+                command, folder = [sys.executable, ALGOS / f"{script}.py"], None
+                if env is None:
+                    command += ["--help"]
+                else:
+                    folder = tmp_path_factory.mktemp(script) / "run"
+                    command += ["--env", env, "--num-envs", "4", "--horizon", "16"]
+                    command += ["--total-steps", "500", "--run-dir", folder]
+                futures[item.name] = folder, pool.submit(run, command)
+        return {name: (folder, future.result()) for name, (folder, future) in futures.items()}
+
+
 @pytest.mark.parametrize("script", [*SCRIPTS, *CONTINUOUS, *DISCRETE, *MULTI_AGENT, "play"])
-def test_help(script):
-    command = [sys.executable, ALGOS / f"{script}.py", "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+def test_help(script, results, request):
+    _, done = results[request.node.name]
     assert done.returncode == 0, done.stderr
     assert "usage" in done.stdout
 
 
 @pytest.mark.parametrize(("script", "env"), RUNS)
-def test_short_run(script, env, tmp_path):
-    command = [sys.executable, ALGOS / f"{script}.py", "--env", env, "--num-envs", "4"]
-    command += ["--horizon", "16", "--total-steps", "500", "--run-dir", tmp_path / "run"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+def test_short_run(script, env, results, request):
+    folder, done = results[request.node.name]
     assert done.returncode == 0, done.stderr
     assert "Done: 512 steps" in done.stdout
     for name in ("args.json", "metrics.csv", "checkpoint.pt", "best.pt", "last.pt"):
-        assert (tmp_path / "run" / name).exists(), name
+        assert (folder / name).exists(), name
 
 
 def test_flags_win_over_an_environments_own_defaults(monkeypatch):

@@ -1,0 +1,414 @@
+"""SAC with the Hamiltonian term (H-term): sac.py plus a policy gradient along K-step windows.
+
+Unroll the Bellman equation and read each (state, action) as a spin: H(π) is minus the expected
+K-step return, and its minimum is the best policy (Liu & Fang 2020; Liu, Li, Wu, Wang 2023,
+"Stationary Deep RL with Quantum K-spin Hamiltonian Regularization"). The actor of SAC sees single
+states through the critics; the H-term shows it what K actions in a row led to. Windows come from
+the newest part of the replay buffer; x is an action before tanh, b the policy that drew it, m_j is
+1 until an episode ends, V̄(s) = min_i Q̄_i(s, ã) − α log π(ã|s):
+
+    δ_j  = r_j − α log π(a_j|s_j) + γ (1 − terminated_j) V̄(s_{j+1}) − V̄(s_j)
+    w_j  = min(1, exp Σ_{i≤j} log π(x_i|s_i)/b(x_i|s_i))         tanh's slope cancels in the ratio
+    g_i  = Σ_{j≥i} γ^j m_j w_j δ_j                    w, δ, g without gradient; ĝ: centred, scaled
+    L_H  = − (1/Σm) Σ m_i ĝ_i log π(x_i|s_i)
+    L    = L(π) + λ L_H                    λ falls linearly to 0; λ ‖∇L_H‖ at most ¼ ‖∇L(π)‖
+
+Without the truncation of w, ∇L_H is that of −J_K, the expected K-step return that V̄ bootstraps.
+The temperature's loss does not see it, and with λ = 0 the run is sac.py's, bit for bit. Whether it
+helps has not been measured yet.
+
+    python algos/sac_hterm.py --env Hopper      `diff algos/sac.py algos/sac_hterm.py`: the lesson
+
+There is no energy memory here (ppo_hterm.py): it brings back what an on-policy learner would
+forget, while a replay buffer forgets little and its critics learn from all of it.
+"""
+
+import copy
+import math
+from dataclasses import dataclass
+
+import gymnasium
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import vec_envs
+from algos.worker_learner import (
+    ReplayBuffer,
+    Result,
+    Run,
+    RunArgs,
+    UserError,
+    Workers,
+    average_gradients,
+    flatten,
+    mean_over_learners,
+    parse,
+)
+
+
+@dataclass
+class Args(RunArgs):
+    """SAC with the H-term on any environment of vec_envs with continuous actions."""
+
+    env: str = "HalfCheetah"
+    """environment: a name of vec_envs, a Gymnasium id, or package:Id-v0"""
+    num_envs: int = 4
+    """environments stepped together, all workers counted"""
+    horizon: int = 1
+    """steps of each environment between updates"""
+    utd_ratio: float = 1.0
+    """updates per transition collected"""
+    batch_size: int = 256
+    """transitions of one gradient step"""
+    buffer_size: int = 1_000_000
+    """transitions kept for replay"""
+    warmup_steps: int = 10_000
+    """steps with uniformly random actions, before the first update"""
+    learning_rate: float = 3e-4
+    """of Adam, for actor, critics and temperature"""
+    discount: float = 0.99
+    """γ"""
+    polyak: float = 0.005
+    """τ: how far the target network moves towards the critics at each update"""
+    n_step: int = 1
+    """rewards summed before the target network is asked"""
+    prioritized: bool = False
+    """replay in proportion to the TD error (Schaul 2016) instead of uniformly"""
+    reward_scale: float = 1.0
+    """factor of all rewards"""
+    max_grad_norm: float = 0.0
+    """gradients longer than this are shortened to it (0: never)"""
+    hidden_size: int = 256
+    """width of the two hidden layers of actor and critics"""
+    bf16: bool = False
+    """multiply matrices in bfloat16 where the processor is fast at it (GPU: TF32)"""
+    save_replay: bool = True
+    """keep the replay buffer in the checkpoint; without it a resumed run fills it anew"""
+    log_every: int = 1000
+    """steps between entries of the losses in metrics.csv"""
+    hterm_coef: float = 0.125
+    """λ at first, weight of the H-term (0: sac.py)"""
+    hterm_length: int = 8
+    """K, steps of a window; there are as many windows as make a batch"""
+    hterm_newest: int = 100_000
+    """windows are from so many of the last steps"""
+
+
+LIMITS = {
+    **dict.fromkeys(("horizon", "batch_size", "buffer_size", "n_step", "hidden_size"), (1, None)),
+    **dict.fromkeys(("discount", "polyak"), (0, 1)),
+    **dict.fromkeys(("log_every", "hterm_length", "hterm_newest"), (1, None)),
+}
+
+# What differs by environment; a flag on the command line wins.
+TUNED = {
+    "Pendulum": {"total_steps": 10_000, "warmup_steps": 1000, "learning_rate": 1e-3},
+}
+
+
+def mlp(inputs: int, hidden: int, outputs: int) -> nn.Sequential:
+    """inputs → hidden → hidden → outputs, ReLU."""
+    return nn.Sequential(
+        *(nn.Linear(inputs, hidden), nn.ReLU(inplace=True)),
+        *(nn.Linear(hidden, hidden), nn.ReLU(inplace=True)),
+        nn.Linear(hidden, outputs),
+    )
+
+
+class Critics(nn.Module):
+    """Networks Q_i(s, a), i < count, as one batched network: obs, action (B, ...) → (count, B)."""
+
+    def __init__(self, count: int, inputs: int, hidden: int):
+        super().__init__()
+        sizes = (inputs, hidden), (hidden, hidden), (hidden, 1)
+        for layer, (rows, columns) in enumerate(sizes, 1):  # initial values as nn.Linear's
+            for name, shape in (("weight", (rows, columns)), ("bias", (1, columns))):
+                values = torch.empty(count, *shape).uniform_(-(rows**-0.5), rows**-0.5)
+                self.register_parameter(f"{name}{layer}", nn.Parameter(values))
+
+    def forward(self, obs: Tensor, action: Tensor, members: slice | Tensor | None = None) -> Tensor:
+        weights = self.parameters()  # weight and bias of each layer in turn
+        if members is not None:
+            weights = (weight[members] for weight in weights)
+        w1, b1, w2, b2, w3, b3 = weights
+        x = torch.cat((obs, action), -1).expand(len(w1), -1, -1)  # (count, B, inputs)
+        x = torch.baddbmm(b1, x, w1).relu_()
+        x = torch.baddbmm(b2, x, w2).relu_()
+        return torch.baddbmm(b3, x, w3).squeeze(-1)
+
+
+class Agent(nn.Module):
+    """Actor, critics, temperature. forward: observation (N, obs_dim) → the environment's action.
+
+    All of the policy's mathematics is in units where the action range is [−1, 1].
+    """
+
+    def __init__(self, observation_space, action_space, args: Args):
+        super().__init__()
+        check_action_space(action_space, args.env)
+        obs_dim, act_dim = observation_space.shape[0], action_space.shape[0]
+        self.actor = mlp(obs_dim, args.hidden_size, 2 * act_dim)
+        self.actor.log_temperature = nn.Parameter(torch.zeros(()))  # in the actor's optimizer
+        self.critics = Critics(2, obs_dim + act_dim, args.hidden_size)
+        self.register_buffer("warm_up", torch.tensor(True))  # explore by uniform actions
+        low, high = torch.tensor(action_space.low), torch.tensor(action_space.high)
+        self.register_buffer("action_center", (high + low) / 2)
+        self.register_buffer("action_scale", (high - low) / 2)
+        self.register_buffer("g_square", torch.ones(()))  # of the H-term, running mean
+
+    def forward(self, obs: Tensor) -> Tensor:
+        mean, _ = self.actor(obs).chunk(2, -1)
+        return self.to_env(mean.tanh())
+
+    def to_env(self, action: Tensor) -> Tensor:
+        return self.action_center + self.action_scale * action
+
+    def draw(self, obs: Tensor) -> tuple[Tensor, Tensor]:
+        """u ~ N(μ(s), σ(s)²) and log N(u; μ, σ²), each (B, act_dim)."""
+        mean, log_std = self.actor(obs).chunk(2, -1)
+        log_std = log_std.clamp(-20, 2)
+        noise = torch.randn_like(mean)
+        u = mean + log_std.exp() * noise
+        return u, -0.5 * noise.square() - log_std - 0.5 * math.log(2 * math.pi)
+
+    def sample(self, obs: Tensor) -> tuple[Tensor, Tensor]:
+        """a = tanh(u), u = μ(s) + σ(s) ε -> a (B, act_dim), log π(a|s) (B,)."""
+        u, log_normal = self.draw(obs)
+        log_prob = (log_normal - log_slope(u)).sum(-1)  # first: gradients add up as in sac.py
+        return u.tanh(), log_prob
+
+    def log_prob(self, obs: Tensor, x: Tensor) -> Tensor:
+        """log π(x|s) of actions before tanh, (...)."""
+        mean, log_std = self.actor(obs).chunk(2, -1)
+        log_std = log_std.clamp(-20, 2)
+        z = (x - mean) * (-log_std).exp()
+        return (-0.5 * z.square() - log_std - 0.5 * math.log(2 * math.pi)).sum(-1)
+
+    def explore(self, obs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """An action a (N, act_dim), x = atanh a, and log b(x|s) (N,)."""
+        u, log_normal = self.draw(obs)
+        uniform = torch.rand_like(u) * 2 - 1
+        action = torch.where(self.warm_up, uniform, u.tanh())
+        x = torch.where(self.warm_up, uniform.clamp(-1 + 1e-6, 1 - 1e-6).atanh(), u)
+        log_uniform = log_slope(x) - math.log(2)  # the density ½ of a, times da/dx
+        return action, x, torch.where(self.warm_up, log_uniform, log_normal).sum(-1)
+
+
+def log_slope(u: Tensor) -> Tensor:
+    """log(1 − tanh²u) = 2 (log 2 − u − softplus(−2u)), without cancellation."""
+    return 2 * (math.log(2) - u - F.softplus(-2 * u))
+
+
+def check_action_space(space: gymnasium.Space, env: str) -> None:
+    if not isinstance(space, gymnasium.spaces.Box):
+        raise UserError(f"--env {env} has discrete actions; dqn.py, ppo.py and a2c.py fit it")
+    if not space.is_bounded():
+        raise UserError(f"--env {env} has actions without bounds; ppo.py and a2c.py fit it")
+
+
+def check_windows(args: Args) -> None:
+    least = args.hterm_length * args.num_envs
+    for flag, value in (("buffer-size", args.buffer_size), ("hterm-newest", args.hterm_newest)):
+        if args.hterm_coef > 0 and value < least:
+            raise UserError(
+                f"--{flag} is {value}; allowed is at least {least}, --hterm-length times --num-envs"
+            )
+
+
+@torch.no_grad()
+def collect(agent: Agent, envs: vec_envs.VecEnv, rollout: dict[str, Tensor]) -> None:
+    """T steps of the present policy, with exploration, in every env."""
+    for t in range(len(rollout["obs"])):
+        obs = envs.obs
+        action, rollout["x"][t], rollout["log_prob"][t] = agent.explore(obs)
+        rollout["obs"][t] = obs
+        rollout["action"][t] = action
+        _, reward, terminated, truncated, info = envs.step(agent.to_env(action))
+        rollout["reward"][t] = reward
+        rollout["next_obs"][t] = info["final_obs"]
+        rollout["terminated"][t] = terminated
+        rollout["done"][t] = terminated | truncated
+        rollout["episode_return"][t] = info["episode_return"]
+        rollout["episode_length"][t] = info["episode_length"]
+
+
+def critic_loss(agent: Agent, target: Critics, batch: dict, args: Args) -> tuple[Tensor, Tensor]:
+    """Σ_i E[ ½ w ( Q_i(s, a) − y )² ] with importance weights w, and the TD errors (B,)."""
+    with torch.no_grad():
+        next_action, log_prob = agent.sample(batch["next_obs"])
+        next_value = target(batch["next_obs"], next_action).amin(0)
+        next_value -= agent.actor.log_temperature.exp() * log_prob
+        future = batch["discount"] * ~batch["terminated"] * next_value
+        y = args.reward_scale * batch["reward"] + future
+    error = y - agent.critics(batch["obs"], batch["action"])  # (2, B)
+    return 0.5 * (batch["weight"] * error.square()).mean(1).sum(), error.detach().abs().mean(0)
+
+
+def actor_loss(agent: Agent, batch: dict, args: Args) -> tuple[Tensor, Tensor]:
+    """E[ α log π(ã|s) − min_i Q_i(s, ã) ], and log π(ã|s) (B,)."""
+    action, log_prob = agent.sample(batch["obs"])
+    value = agent.critics(batch["obs"], action).amin(0)
+    temperature = agent.actor.log_temperature.detach().exp()
+    return (temperature * log_prob - value).mean(), log_prob.detach()
+
+
+def temperature_loss(agent: Agent, log_prob: Tensor) -> Tensor:
+    """− log α · E[ log π(ã|s) + H̄ ]: α grows while the entropy is below H̄."""
+    target_entropy = -len(agent.action_scale)
+    return -agent.actor.log_temperature * (log_prob + target_entropy).mean()
+
+
+def chain_gradient(
+    log_ratio: Tensor, delta: Tensor, mask: Tensor, discount: float, truncation: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """g_i = Σ_{j≥i} γ^j m_j w_j δ_j and w_j = min(truncation, exp c_j); all (K, L)."""
+    powers = discount ** torch.arange(len(delta), device=delta.device, dtype=delta.dtype)
+    w = log_ratio.cumsum(0).exp().clamp(max=truncation)  # c_j = Σ_{i≤j} log π/b
+    term = powers.unsqueeze(1) * mask * w * delta
+    return term.flip(0).cumsum(0).flip(0), w
+
+
+def window_delta(agent, target: Critics, windows: dict, log_prob: Tensor, args: Args) -> Tensor:
+    """δ_j = r_j − α log π(a_j|s_j) + γ (1 − terminated_j) V̄(s_{j+1}) − V̄(s_j), (K, L)"""
+    temperature = agent.actor.log_temperature.exp()
+    # next_obs_j is obs_{j+1}, or the true last observation where an episode ends and m stays 0
+    states = torch.cat((windows["obs"][:1], windows["next_obs"])).flatten(0, 1)
+    action, next_log_prob = agent.sample(states)
+    value = target(states, action).amin(0) - temperature * next_log_prob
+    value = value.view(len(windows["obs"]) + 1, -1)  # (K + 1, L)
+    log_prob = log_prob - log_slope(windows["x"]).sum(-1)  # of a instead of x
+    reward = args.reward_scale * windows["reward"] - temperature * log_prob
+    return reward + args.discount * ~windows["terminated"] * value[1:] - value[:-1]
+
+
+def hamiltonian_term(agent, target: Critics, windows: dict, args: Args) -> tuple[Tensor, Tensor]:
+    """− (1/Σm) Σ m_i ĝ_i log π(x_i|s_i), and the effective sample size (Σw)²/Σw²."""
+    mask, total = windows["mask"], windows["mask"].sum()
+    log_prob = agent.log_prob(windows["obs"], windows["x"])  # (K, L)
+    with torch.no_grad():
+        delta = window_delta(agent, target, windows, log_prob, args)
+        g, w = chain_gradient(log_prob - windows["log_prob"], delta, mask, args.discount)
+        g = g - (g * mask).sum() / total
+        agent.g_square.lerp_(mean_over_learners((g.square() * mask).sum() / total), 0.01)
+        g = g / (agent.g_square.sqrt() + 1e-6)
+        effective = (mask * w).sum().square() / ((mask * w.square()).sum() + 1e-8)
+    return -(mask * g * log_prob).sum() / total, effective
+
+
+def add_capped(weights: nn.Parameter, network: nn.Module, term: Tensor, coef: float) -> None:
+    """gradient ← gradient + λ ∇L_H, with λ ‖∇L_H‖ at most ¼ ‖gradient‖ (less the temperature's)."""
+    base = weights.grad.clone()
+    weights.grad.zero_()
+    term.backward(inputs=list(network.parameters()))
+    policys = base * (weights.grad != 0)  # the temperature has no part in the H-term
+    coef = (0.25 * policys.norm() / (weights.grad.norm() + 1e-12)).clamp(max=coef)
+    weights.grad.mul_(coef).add_(base)
+
+
+def gradient_step(
+    loss: Tensor, network: nn.Module, optimizer, max_grad_norm: float, term=None, coef: float = 0.0
+) -> None:
+    """One step of `optimizer`; of all that the loss depends on, only `network` gets a gradient."""
+    (weights,) = optimizer.param_groups[0]["params"]  # all of the network's in one vector
+    weights.grad.zero_()
+    loss.backward(inputs=list(network.parameters()))
+    if term is not None:
+        add_capped(weights, network, term, coef)
+    average_gradients(weights)
+    if max_grad_norm:
+        weights.grad.mul_((max_grad_norm / (weights.grad.norm() + 1e-6)).clamp(max=1))
+    optimizer.step()
+
+
+@torch.no_grad()
+def move_target(target: nn.Module, network: nn.Module, polyak: float) -> None:
+    """θ̄ ← (1 − τ) θ̄ + τ θ"""
+    for theirs, ours in zip(target.parameters(), network.parameters(), strict=True):
+        theirs.lerp_(ours, polyak)
+
+
+def draw_windows(replay: ReplayBuffer, args: Args) -> dict[str, Tensor] | None:
+    """As many windows as make a batch, (K, L, ...); None as long as the buffer holds none."""
+    if replay.rows < args.hterm_length:
+        return None
+    count = max(1, args.batch_size // args.hterm_length)
+    return replay.windows(count, args.hterm_length, newest=args.hterm_newest)
+
+
+def update(
+    agent, target, optimizers, batch, loss_functions, args: Args, windows=None, coef: float = 0.0
+) -> tuple[dict, Tensor]:
+    """One step of critics, actor and temperature -> what to log, the TD errors (B,)."""
+    critic_optimizer, actor_optimizer = optimizers
+    critic_loss, actor_loss = loss_functions
+    losses = {}
+    losses["critic"], td_error = critic_loss(agent, target, batch, args)
+    gradient_step(losses["critic"], agent.critics, critic_optimizer, args.max_grad_norm)
+    losses["actor"], log_prob = actor_loss(agent, batch, args)
+    loss = losses["actor"] + temperature_loss(agent, log_prob)
+    term = None
+    if windows is not None:
+        term, losses["effective_sample_size"] = hamiltonian_term(agent, target, windows, args)
+        losses["hamiltonian"] = term
+    gradient_step(loss, agent.actor, actor_optimizer, args.max_grad_norm, term, coef)
+    move_target(target, agent.critics, args.polyak)
+    losses["entropy"] = -log_prob.mean()
+    losses["temperature"] = agent.actor.log_temperature.exp()
+    return losses, td_error
+
+
+def train(args: Args) -> Result:
+    run = Run(args, __file__, LIMITS)
+    args = run.args
+    check_windows(args)
+    torch.set_float32_matmul_precision("medium" if args.bf16 else "highest")
+    workers = Workers(run, collect, ahead=True)
+    agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
+    target = copy.deepcopy(agent.critics).requires_grad_(False)
+    critic_optimizer, actor_optimizer = (
+        torch.optim.Adam([flatten(network)], args.learning_rate, fused=True)
+        for network in (agent.critics, agent.actor)
+    )
+    rollout = workers.start(agent, args.horizon, x=workers.action_space.shape, log_prob=())
+    replay = ReplayBuffer(
+        run, rollout, args.buffer_size, n_step=args.n_step, discount=args.discount,
+        prioritized=args.prioritized,
+    )  # fmt: skip
+    loss_functions = run.compile(critic_loss), run.compile(actor_loss)
+    step = run.start(
+        agent=agent, target=target, critic_optimizer=critic_optimizer,
+        actor_optimizer=actor_optimizer, workers=workers, replay=replay,
+    )  # fmt: skip
+
+    losses: dict[str, Tensor] = {}  # of the last updates
+    while step < args.total_steps:
+        agent.warm_up.fill_(step < args.warmup_steps)
+        rollout = workers.collect()
+        replay.add(rollout)
+        before, step = step, step + args.horizon * args.num_envs * run.learners
+        if len(replay) >= min(args.warmup_steps, args.buffer_size):
+            replay.importance_exponent = 0.4 + 0.6 * step / args.total_steps
+            coef = args.hterm_coef * (1 - step / args.total_steps)
+            for _ in range(int(before * args.utd_ratio), int(step * args.utd_ratio)):
+                batch = replay.sample(args.batch_size)
+                optimizers = critic_optimizer, actor_optimizer
+                windows = draw_windows(replay, args) if coef > 0 else None
+                losses, td_error = update(
+                    agent, target, optimizers, batch, loss_functions, args, windows, coef
+                )
+                replay.update_priorities(batch["index"], td_error)
+
+        run.log_episodes(step, rollout)
+        if step // args.log_every > before // args.log_every:
+            metrics = {f"losses/{name}": value.detach() for name, value in losses.items()}
+            metrics["charts/replay_size"] = len(replay)
+            metrics["charts/policy_lag"] = workers.policy_lag
+            run.log(step, metrics)
+        run.evaluate(step)
+        run.checkpoint(step)
+    return run.finish(step)
+
+
+if __name__ == "__main__":
+    train(parse(Args, TUNED))

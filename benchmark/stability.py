@@ -1,0 +1,546 @@
+"""Does the H-term make training more reliable? Many seeds of several arms, and the statistics.
+
+    pip install -e ".[benchmark]"
+    python benchmark/stability.py --env Hopper --arms base memory compute --seeds 20
+    python benchmark/stability.py --table          # only analyse what results/hterm/ holds
+
+The first trains what is missing, two single-threaded runs at a time, and writes one CSV a run: a
+finished run is never repeated, one that was killed goes on. Then both write results/hterm/seeds.csv
+(a row a run), table.csv (a row an arm) and a figure for each environment. All arms have the same
+seeds. An arm is a command, see ARMS; others can be given as "NAME=SCRIPT FLAGS":
+
+    python benchmark/stability.py --arms base "weak=ppo_hterm --hterm-coef 0.1" --seeds 8
+
+Of a run count: `final`, the mean deterministic return over the last 10 % of its samples; `area`,
+the same over all of them; `drawdown`, the deepest fall below an earlier evaluation. Across runs:
+the ratio of the variances of `final` to the base's, with a bootstrap interval and a permutation
+p-value; the interquartile mean (IQM), the mean of the worst quarter, and the probability that a
+run of the arm beats one of the base (Agarwal 2021, arXiv:2108.13264). Intervals are 95 %, and all
+of it is scipy's; rliable computes the same IQM but brings pandas, seaborn and arch.
+"""
+
+import csv
+import math
+import shlex
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+import tyro
+from returns import RESULTS, ROOT, append, commit, evaluations, finish
+from scipy import integrate, stats
+
+# name -> script of algos/ (or benchmark/stable_baselines.py) and its flags
+ARMS = {
+    "base": "ppo",
+    "memory": "ppo_hterm",
+    "compute": "ppo_hterm --hterm-selection uniform",  # the same passes without the selection
+    "chain": "ppo_hterm_variants --hterm chain",
+    "published": "ppo_hterm_variants --hterm published",
+    "logstd": "ppo_hterm_variants --hterm-coef 0",  # the base with the noise that `memory` had
+    "gae": "ppo --gae-lambda 0.98",
+    "sb3": "stable_baselines",
+    "sac": "sac",
+    "sac_hterm": "sac_hterm",
+}
+BASE = {"sac_hterm": "sac"}  # what an arm is compared with, if not with `base`
+SCHEDULE_POINTS = 11  # of the noise that `logstd` takes over
+
+
+@dataclass
+class Options:
+    """Train several arms with the same seeds, and compare their spread."""
+
+    env: str = "Hopper"
+    """environment"""
+    arms: list[str] = field(default_factory=lambda: ["base", "memory", "compute"])
+    """names in ARMS, or "NAME=SCRIPT FLAGS" """
+    seeds: int = 20
+    """how many seeds an arm has"""
+    first_seed: int = 1000
+    """the first of them; those of another development or confirmation set begin elsewhere"""
+    total_steps: int = 1_000_000
+    """environment steps of a run"""
+    evaluations: int = 25
+    """evaluations of a run, equally spaced"""
+    eval_episodes: int = 10
+    """episodes of each"""
+    parallel: int = 2
+    """runs at a time"""
+    runs_dir: Path = ROOT / "runs" / "hterm"
+    """where the run folders are"""
+    results: Path = RESULTS / "hterm"
+    """where the CSVs and figures are"""
+    table: bool = False
+    """train nothing"""
+    power: bool = False
+    """train nothing and print, by simulation, what 10 and 20 seeds can show"""
+
+
+# Runs: an arm's command, trained to its end, becomes a CSV.
+
+
+def script_of(arm: str) -> tuple[str, str, list[str]]:
+    """An arm's name, script and flags; SystemExit if there is none."""
+    name, _, words = arm.partition("=")
+    words = words or ARMS.get(name, "")
+    if not words or not name.replace("-", "").replace("_", "").isalnum():
+        raise SystemExit(
+            f"--arms has {arm!r}; allowed is {', '.join(ARMS)} or 'NAME=SCRIPT FLAGS', "
+            "the name of letters, digits, - and _"
+        )
+    script, *flags = shlex.split(words)
+    folder = "benchmark" if script == "stable_baselines" else "algos"
+    if not (ROOT / folder / f"{script}.py").exists():
+        raise SystemExit(f"--arms has {name}, but there is no {folder}/{script}.py")
+    return name, f"{folder}/{script}.py", flags
+
+
+def arm_command(arm: str, options: Options) -> tuple[str, list[str]]:
+    """An arm's name and its command, but for the seed."""
+    name, script, flags = script_of(arm)
+    command = ["python", script, "--env", options.env]
+    command += ["--total-steps", str(options.total_steps)]
+    command += ["--eval-every", str(max(1, options.total_steps // options.evaluations))]
+    command += ["--eval-episodes", str(options.eval_episodes)]
+    if script.startswith("algos/"):
+        command += ["--env-threads", "1", "--device", "cpu"]
+    if name == "logstd":
+        flags += ["--log-std-schedule", noise_of("memory", options)]
+    return name, command + flags
+
+
+def csv_of(options: Options, arm: str, seed: int) -> Path:
+    env = options.env.replace("/", "-").replace(":", "-")
+    return options.results / f"{env}__{options.total_steps}__{arm}__{seed}.csv"
+
+
+def train(options: Options, arm: str, command: list[str], seed: int, version: str) -> None:
+    """One run to its end, and its CSV: a row an evaluation."""
+    path = csv_of(options, arm, seed)
+    command = [*command, "--seed", str(seed)]
+    if path.exists():
+        before = next(read_csv(path))["command"]
+        if before != shlex.join(command):
+            raise SystemExit(
+                f"{path} is of another command, {before}; delete it or give the arm another name"
+            )
+        return
+    run_dir = options.runs_dir / path.stem
+    if not finish(command, run_dir):
+        return
+    noise = log_std(run_dir)
+    about = {"env": options.env, "steps": options.total_steps, "arm": arm, "seed": seed}
+    rows = [
+        about
+        | {"step": step, "seconds": round(entry["seconds"], 1)}
+        | {"return": round(entry["episodic_return"], 2)}
+        | {"return_std": round(entry["episodic_return_std"], 2)}
+        | {"log_std": noise(step), "parallel": options.parallel, "commit": version}
+        | {"command": shlex.join(command)}
+        for step, entry in sorted(evaluations(run_dir).items())
+    ]
+    temporary = path.with_suffix(".tmp")  # a CSV that exists is complete
+    temporary.unlink(missing_ok=True)
+    append(temporary, rows)
+    temporary.replace(path)
+    print(f"{path.stem}: {rows[-1]['return']}", flush=True)
+
+
+def log_std(run_dir: Path) -> Callable[[int], float | str]:
+    """How noisy a run of the PPO family was: step -> mean log σ, "" for other scripts.
+
+    From the logged entropy of its Gaussian, Σ log σ + d ½ log 2πe.
+    """
+    if not (run_dir / "last.pt").exists():
+        return lambda step: ""
+    agent = torch.load(run_dir / "last.pt", weights_only=True, map_location="cpu")["agent"]
+    if "log_std" not in agent:
+        return lambda step: ""
+    with open(run_dir / "metrics.csv", newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["tag"] == "losses/entropy"]
+    steps, entropies = zip(*((int(row["step"]), float(row["value"])) for row in rows), strict=True)
+    means = np.array(entropies) / len(agent["log_std"]) - 0.5 * math.log(2 * math.pi * math.e)
+    return lambda step: round(float(np.interp(step, steps, means)), 3)
+
+
+def noise_of(arm: str, options: Options) -> str:
+    """The mean log σ of an arm's runs along the training, for the arm `logstd`."""
+    for path in options.results.glob(csv_of(options, "logstd", 0).name.replace("__0.", "__*.")):
+        command = shlex.split(next(read_csv(path))["command"])  # its runs all have one schedule
+        return command[command.index("--log-std-schedule") + 1]
+    places = np.linspace(0, options.total_steps, SCHEDULE_POINTS)
+    curves = []
+    for seed in seeds(options):
+        path = csv_of(options, arm, seed)
+        if not path.exists():
+            raise SystemExit(
+                f"--arms has logstd, which needs the noise of {arm}; run that first (seed {seed})"
+            )
+        rows = list(read_csv(path))
+        noise = [float(row["log_std"]) for row in rows]
+        curves.append(np.interp(places, [int(row["step"]) for row in rows], noise))
+    return " ".join(f"{value:.3f}" for value in np.mean(curves, 0))
+
+
+def seeds(options: Options) -> range:
+    return range(options.first_seed, options.first_seed + options.seeds)
+
+
+def read_csv(path: Path) -> Iterator[dict[str, str]]:
+    with open(path, newline="") as file:
+        yield from csv.DictReader(file)
+
+
+# Statistics. Samples are one number a run, along the last axis, so that scipy resamples them fast.
+
+
+def log_variance_ratio(x, y, axis: int = -1):
+    """log( Var x / Var y ): its distribution is less skewed than the ratio's."""
+    return np.log(np.var(x, axis=axis, ddof=1)) - np.log(np.var(y, axis=axis, ddof=1))
+
+
+def iqm(x, axis: int = -1):
+    """Interquartile mean: without the lowest and the highest quarter."""
+    return stats.trim_mean(x, 0.25, axis=axis)
+
+
+def iqm_difference(x, y, axis: int = -1):
+    return iqm(x, axis) - iqm(y, axis)
+
+
+def worst_quarter(x) -> float:
+    """Mean of the lowest quarter of the runs, rounded up to a whole run."""
+    return float(np.mean(np.sort(x)[: math.ceil(len(x) / 4)]))
+
+
+def improvement(x, y, axis: int = -1):
+    """P( X > Y ) + ½ P( X = Y ), of all pairs; axis as numpy's."""
+    x, y = np.moveaxis(x, axis, -1)[..., :, None], np.moveaxis(y, axis, -1)[..., None, :]
+    return ((x > y) + 0.5 * (x == y)).mean((-2, -1))
+
+
+def interval(
+    samples: tuple, statistic: Callable, method: str, resamples: int = 9999
+) -> tuple[float, float]:
+    """95 % bootstrap interval, each sample resampled by itself (stratified); NaN if undefined."""
+    if min(map(len, samples)) < 3:
+        return math.nan, math.nan
+    with warnings.catch_warnings():  # identical runs have no variance, and no interval
+        warnings.simplefilter("ignore")
+        found = stats.bootstrap(
+            samples, statistic, method=method, n_resamples=resamples, batch=1000,
+            rng=np.random.default_rng(0),
+        )  # fmt: skip
+    return tuple(map(float, found.confidence_interval))
+
+
+def variance_p(x, y, resamples: int = 9999) -> float:
+    """Permutation test of equal variance: runs change arms after their arm's median is taken off.
+
+    (With the mean it errs too often when ten runs of two kinds are compared.)
+    """
+    if min(len(x), len(y)) < 3 or np.var(x) == 0 or np.var(y) == 0:
+        return math.nan
+    samples, rng = (x - np.median(x), y - np.median(y)), np.random.default_rng(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return float(
+            stats.permutation_test(
+                samples, log_variance_ratio, vectorized=True, n_resamples=resamples, rng=rng
+            ).pvalue
+        )
+
+
+def power(studies: int = 1000, cut: float = 0.65) -> None:
+    """Print how often a study of n seeds finds a variance cut, and how often one that is none."""
+    rng = np.random.default_rng(0)
+    shapes = {
+        "normal": lambda n: rng.normal(0, 1, n),
+        "two humps, a quarter low": lambda n: rng.normal(2.3 * (rng.random(n) > 0.25), 0.3),
+    }
+    print(f"| returns | seeds | a cut of {100 * cut:.0f} % found | no cut, one found | ", end="")
+    print("interval holds the truth |\n|---|---|---|---|---|")
+    for shape, draw in shapes.items():
+        for n in (10, 20):
+            pairs = [(draw(n), draw(n)) for _ in range(studies)]
+            scale = math.sqrt(1 - cut)
+            found = [variance_p(scale * draw(n), y, 999) <= 0.05 for _, y in pairs]
+            false = [variance_p(x, y, 999) <= 0.05 for x, y in pairs]
+            intervals = [interval(pair, log_variance_ratio, "BCa", 999) for pair in pairs]
+            holds = [low <= 0 <= high for low, high in intervals]
+            shares = (f"{100 * np.mean(share):.0f} %" for share in (found, false, holds))
+            print(f"| {shape} | {n} | {' | '.join(shares)} |", flush=True)
+
+
+# From the CSVs to the table.
+
+COMPARED = [
+    f"{name}{end}"
+    for name, ends in (
+        ("variance_ratio", ("", "_low", "_high")),
+        ("variance_p", ("",)),
+        ("iqm_difference", ("", "_low", "_high")),
+        ("improvement", ("", "_low", "_high")),
+    )
+    for end in ends
+]
+
+
+def summary(path: Path) -> dict:
+    """One run in a row: final, area, drawdown."""
+    rows = list(read_csv(path))
+    steps = np.array([int(row["step"]) for row in rows])
+    returns = np.array([float(row["return"]) for row in rows])
+    about = {name: rows[0][name] for name in ("env", "steps", "arm", "seed")}
+    span = steps[-1] - steps[0]
+    area = integrate.trapezoid(returns, steps) / span if span else returns[0]
+    late = steps > 0.9 * int(rows[0]["steps"])
+    return about | {
+        "final": round(float(returns[late].mean()), 2),
+        "area": round(float(area), 2),
+        "drawdown": round(float((np.maximum.accumulate(returns) - returns).max()), 2),
+        "log_std": rows[-1]["log_std"],
+        "seconds": rows[-1]["seconds"],
+        **{name: rows[-1][name] for name in ("parallel", "commit", "command")},
+    }
+
+
+def in_order(arm: str) -> tuple[int, str]:
+    return (list(ARMS).index(arm) if arm in ARMS else len(ARMS), arm)
+
+
+def group(runs: list[dict]) -> dict[tuple[str, str], dict[str, list[dict]]]:
+    """Runs by (environment, steps), then by arm."""
+    groups: dict = {}
+    for run in sorted(runs, key=lambda run: (run["env"], int(run["steps"]), in_order(run["arm"]))):
+        groups.setdefault((run["env"], run["steps"]), {}).setdefault(run["arm"], []).append(run)
+    return groups
+
+
+def column(runs: list[dict], name: str) -> np.ndarray:
+    return np.array([float(run[name]) for run in runs if run[name] != ""])
+
+
+def compare(x: np.ndarray, y: np.ndarray) -> dict[str, float]:
+    """An arm's finals x beside its base's y."""
+    ratio = tuple(map(math.exp, interval((x, y), log_variance_ratio, "BCa")))
+    return {
+        "variance_ratio": float(np.var(x, ddof=1) / np.var(y, ddof=1)) if np.var(y) else math.nan,
+        **dict(zip(("variance_ratio_low", "variance_ratio_high"), ratio, strict=True)),
+        "variance_p": variance_p(x, y),
+        "iqm_difference": float(iqm_difference(x, y)),
+        **bounds("iqm_difference", (x, y), iqm_difference),
+        "improvement": float(improvement(x, y)),
+        **bounds("improvement", (x, y), improvement),
+    }
+
+
+def bounds(name: str, samples: tuple, statistic: Callable) -> dict[str, float]:
+    low, high = interval(samples, statistic, "percentile")
+    return {f"{name}_low": low, f"{name}_high": high}
+
+
+def analyse(runs: list[dict]) -> list[dict]:
+    """A row of the table for every environment and arm."""
+    table = []
+    for (env, steps), arms in group(runs).items():
+        for arm, members in arms.items():
+            x = column(members, "final")
+            row = {"env": env, "steps": steps, "arm": arm, "seeds": len(x)}
+            row |= {"mean": x.mean(), "sd": x.std(ddof=1) if len(x) > 1 else math.nan}
+            row |= {"iqm": float(iqm(x)), **bounds("iqm", (x,), iqm)}
+            row |= {"iqr": stats.iqr(x), "worst_quarter": worst_quarter(x)}
+            for name in ("area", "drawdown", "log_std", "seconds"):
+                values = column(members, name)
+                row[name] = values.mean() if len(values) else math.nan
+            base = BASE.get(arm, "base")
+            others = column(arms.get(base, []), "final")
+            same = arm == base or min(len(x), len(others)) < 2
+            row |= dict.fromkeys(COMPARED, math.nan) if same else compare(x, others)
+            table.append(row)
+    return table
+
+
+def mean_log_ratio(*samples, axis: int = -1):
+    """Of samples x1, y1, x2, y2, …: the mean of log( Var xi / Var yi )."""
+    pairs = zip(samples[::2], samples[1::2], strict=True)
+    return np.mean([log_variance_ratio(x, y, axis) for x, y in pairs], 0)
+
+
+def across(runs: list[dict]) -> list[dict]:
+    """For every arm that several environments have: the geometric mean of its variance ratios."""
+    rows = []
+    for arm in dict.fromkeys(run["arm"] for run in runs):
+        base, samples, where = BASE.get(arm, "base"), [], []
+        for (env, _), arms in group(runs).items():
+            if arm != base and min(len(arms.get(name, [])) for name in (arm, base)) >= 3:
+                samples += [column(arms[arm], "final"), column(arms[base], "final")]
+                where.append(env)
+        if len(where) > 1:
+            low, high = map(math.exp, interval(tuple(samples), mean_log_ratio, "BCa"))
+            middle = math.exp(mean_log_ratio(*samples))
+            about = {"arm": arm, "envs": " ".join(where), "variance_ratio": middle}
+            rows.append(about | {"variance_ratio_low": low, "variance_ratio_high": high})
+    return rows
+
+
+# Showing.
+
+
+def number(value: float, digits: int = 0) -> str:
+    return "" if math.isnan(value) else f"{value:,.{digits}f}"
+
+
+def span(row: dict, name: str, digits: int = 0) -> str:
+    """The value of a column and its interval if it has one, as "0.4 [0.2, 0.9]"."""
+    if math.isnan(row[name + "_low"]):
+        return number(row[name], digits)
+    ends = (number(row[name + end], digits) for end in ("_low", "_high"))
+    return f"{number(row[name], digits)} [{', '.join(ends)}]"
+
+
+def show(table: list[dict], overall: list[dict]) -> None:
+    """Print Markdown: a table for each environment, and one across them."""
+    for env, steps in dict.fromkeys((row["env"], row["steps"]) for row in table):
+        print(f"\n**{env}, {int(steps):,} steps**\n")
+        print(
+            "| arm | seeds | mean ± sd | IQM | worst quarter | variance ratio | p | IQM − base's ",
+            end="",
+        )
+        print("| P(better than base) | area | drawdown | log σ |\n" + "|---" * 12 + "|")
+        for row in table:
+            if (row["env"], row["steps"]) != (env, steps):
+                continue
+            spread = number(row["sd"]) or "–"
+            cells = [row["arm"], str(row["seeds"]), f"{number(row['mean'])} ± {spread}"]
+            cells += [span(row, "iqm"), number(row["worst_quarter"])]
+            cells += [span(row, "variance_ratio", 2), number(row["variance_p"], 3)]
+            cells += [span(row, "iqm_difference"), span(row, "improvement", 2)]
+            cells += [number(row["area"]), number(row["drawdown"]), number(row["log_std"], 2)]
+            print(f"| {' | '.join(cells)} |")
+    if overall:
+        print("\n| arm | environments | variance ratio, geometric mean |\n|---|---|---|")
+    for row in overall:
+        print(f"| {row['arm']} | {row['envs']} | {span(row, 'variance_ratio', 2)} |")
+
+
+def curves(paths: list[Path], points: int = 50) -> tuple[np.ndarray, np.ndarray]:
+    """Evaluations of several runs at the same steps: (points,), (runs, points)."""
+    found = []
+    for path in paths:
+        rows = list(read_csv(path))
+        found.append([[float(row[name]) for row in rows] for name in ("step", "return")])
+    grid = np.linspace(max(x[0] for x, _ in found), min(x[-1] for x, _ in found), points)
+    return grid, np.array([np.interp(grid, x, y) for x, y in found])
+
+
+def draw(options: Options, runs: list[dict], table: list[dict]) -> None:
+    """A figure for each environment: curves, finals, variance ratios, chances of improvement."""
+    try:
+        from matplotlib import pyplot
+    except ImportError:
+        print('No figures without matplotlib: pip install "crane-rl[plot]"')
+        return
+    for (env, steps), arms in group(runs).items():
+        figure, panels = pyplot.subplots(2, 2, figsize=(11, 8), layout="constrained")
+        colours = dict(zip(arms, pyplot.get_cmap("tab10").colors * 9, strict=False))
+        for arm, members in arms.items():
+            paths = [options.results / run["file"] for run in members]
+            grid, returns = curves(paths)
+            panels[0, 0].plot(grid, iqm(returns, 0), color=colours[arm], label=arm)
+            if len(returns) >= 3:
+                band = stats.bootstrap(
+                    (returns,), iqm, method="percentile", n_resamples=1000, axis=0,
+                    rng=np.random.default_rng(0),
+                ).confidence_interval  # fmt: skip
+                panels[0, 0].fill_between(grid, *band, color=colours[arm], alpha=0.15, lw=0)
+        panels[0, 0].set(title="IQM of the return, 95 % bootstrap band", xlabel="steps")
+        panels[0, 0].legend(frameon=False)
+        for place, (arm, members) in enumerate(arms.items()):
+            x = np.sort(column(members, "final"))
+            spread = place + 0.3 * (np.arange(len(x)) % 5 - 2) / 2  # so that dots don't hide dots
+            panels[0, 1].scatter(x, spread, color=colours[arm], s=16, alpha=0.7)
+            for value, style in ((float(iqm(x)), "-"), (worst_quarter(x), ":")):
+                panels[0, 1].plot([value] * 2, [place - 0.4, place + 0.4], style, color="black")
+        panels[0, 1].set(title="each run at the end; IQM (–), worst quarter (···)")
+        panels[0, 1].set_yticks(range(len(arms)), arms)
+        for panel, name, title, neutral in (
+            (panels[1, 0], "variance_ratio", "variance ratio to the base", 1.0),
+            (panels[1, 1], "improvement", "probability of beating the base", 0.5),
+        ):
+            rows = [r for r in table if (r["env"], r["steps"]) == (env, steps)]
+            rows = [row for row in rows if not math.isnan(row[f"{name}_low"])]
+            for place, row in enumerate(rows):
+                ends = [[row[f"{name}_low"], row[f"{name}_high"]], [place] * 2]
+                panel.plot(*ends, color=colours[row["arm"]], lw=2)
+                panel.plot(row[name], place, "o", color=colours[row["arm"]])
+                if name == "variance_ratio":
+                    panel.annotate(
+                        f"p = {row['variance_p']:.3f}", (row[name], place), (0, 8),
+                        textcoords="offset points", ha="center", fontsize=8,
+                    )  # fmt: skip
+            panel.axvline(neutral, color="black", lw=0.8)
+            panel.set_yticks(range(len(rows)), [f"{row['arm']} ({row['seeds']})" for row in rows])
+            panel.set(title=f"{title}, 95 % interval", ylim=(-0.6, max(0, len(rows) - 1) + 0.6))
+        panels[1, 0].set_xscale("log")
+        ticks = [t for t in (0.01, 0.1, 0.2, 0.5, 1, 2, 5, 10) if in_sight(panels[1, 0], t)]
+        panels[1, 0].set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        panels[1, 0].minorticks_off()
+        for panel in panels.flat:
+            panel.spines[["top", "right"]].set_visible(False)
+            if panel is not panels[0, 0]:
+                panel.invert_yaxis()  # arms from above
+        figure.suptitle(f"{env}, {int(steps):,} steps")
+        figure.savefig(options.results / f"{env}__{steps}.png".replace("/", "-"), dpi=110)
+        pyplot.close(figure)
+
+
+def in_sight(panel, x: float) -> bool:
+    low, high = panel.get_xlim()
+    return low <= x <= high
+
+
+def write(path: Path, rows: list[dict]) -> None:
+    """A CSV in place of the one that was."""
+    path.unlink(missing_ok=True)
+    if rows:
+        rounded = [
+            {k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()} for row in rows
+        ]
+        append(path, rounded)
+
+
+def main(options: Options) -> None:
+    if options.power:
+        power()
+        return
+    version = commit()  # before any file of results/ changes
+    if not options.table:
+        for arm in options.arms:
+            script_of(arm)
+        for last in (False, True):  # logstd needs the noise of finished runs
+            arms = [arm for arm in options.arms if (arm == "logstd") == last]
+            arms = [arm_command(arm, options) for arm in arms]
+            jobs = [(arm, seed) for seed in seeds(options) for arm in arms]  # arms keep pace
+            with ThreadPoolExecutor(options.parallel) as pool:
+                list(pool.map(lambda job: train(options, *job[0], job[1], version), jobs))
+    paths = sorted(options.results.glob("*__*__*__*.csv"))
+    runs = [summary(path) | {"file": path.name} for path in paths]
+    if not runs:
+        print(f"No run is finished in {options.results}.")
+        return
+    table, overall = analyse(runs), across(runs)
+    write(options.results / "seeds.csv", [{k: run[k] for k in run if k != "file"} for run in runs])
+    write(options.results / "table.csv", table)
+    write(options.results / "across.csv", overall)
+    draw(options, runs, table)
+    show(table, overall)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options))
