@@ -11,14 +11,14 @@ one batch, both are normalised by the statistics of their mixture, and nothing n
 
     python algos/crossq.py --env Ant
 
-It learns from as few transitions as redq.py, with a twentieth of the updates. What differs from
-sac.py:
+By the paper it learns from as few transitions as REDQ, with a twentieth of the updates (not measured
+here). What differs from sac.py:
 - `BatchRenorm` before each layer of actor and critics (Ioffe 2017, arXiv:1702.03275). Statistics of
   the batch only while its network learns (`train`), running ones elsewhere: a' and the policy's Q.
 - `critic_loss`: the one pass. No target network, no `polyak`.
 - `update`: the actor moves once for `policy_delay` updates of the critics.
 - Wide critics, a higher learning rate, and Adam's β₁ = 0.5. The paper's width is 2048, for a GPU;
-  512 keeps most of the return and is an order of magnitude cheaper.
+  512 is for a CPU, and what it costs in return is not measured.
 """
 
 import math
