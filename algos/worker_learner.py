@@ -36,6 +36,7 @@ import contextlib
 import copy
 import ctypes
 import dataclasses
+import importlib
 import itertools
 import json
 import math
@@ -1195,6 +1196,9 @@ def _join_learners() -> bool:
         start = f"start {variables['TORCHELASTIC_RESTART_COUNT']}"
         where = {"store": distributed.PrefixStore(start, store)}
         where |= {"rank": int(variables["RANK"]), "world_size": int(variables["WORLD_SIZE"])}
+    # Adam imports this. Imported later it keeps the process group, whose threads, still there when
+    # Python ends, then abort the learner now and then ("terminate called without ...").
+    importlib.import_module("torch._dynamo")
     cuda = torch.cuda.is_available() and distributed.is_nccl_available()
     distributed.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", **where)
     return True

@@ -466,6 +466,8 @@ def test_no_process_and_no_shared_memory_outlives_a_killed_learner(tmp_path):
     wait_for(starting.children, what="its first child", run=starting)
     kill(starting)
     wait_for_step(training, 2000)
+    metrics = training.dir / "metrics.csv"  # once it has evaluated, all its children are up:
+    wait_for(lambda: "eval/" in metrics.read_text(), what="its first evaluation", run=training)
     worker, _, evaluator = training.children()
     for pid in (worker, evaluator):  # so busy that they do not notice a closed pipe
         os.kill(pid, signal.SIGSTOP)
