@@ -14,6 +14,7 @@ import copy
 import csv
 import datetime
 import functools
+import importlib
 import os
 import platform
 import re
@@ -48,9 +49,7 @@ Contenders = dict[str, Callable[[], float]]  # what it is -> measure once, units
 class Options:
     """Measure, write results/throughput.csv and throughput.png, print a table."""
 
-    sections: list[str] = field(
-        default_factory=lambda: "env training dqn chasing hterm sac workers learners".split()
-    )
+    sections: list[str] = field(default_factory=lambda: list(SECTIONS))
     """what to measure; the other sections keep their rows"""
     rounds: int = 5
     """turns of each contender"""
@@ -348,6 +347,89 @@ def chasing(options: Options) -> Iterator[tuple[str, str, Contenders]]:
     yield "Chasing, 1024 environments", "env steps/s", turns
 
 
+def particles(options: Options) -> Iterator[tuple[str, str, Contenders]]:
+    """Random moves through step(); mpe2 is one world in Python."""
+    for num_envs in (64, 1024):
+        for ours, theirs in (("Spread", "simple_spread_v3"),
+                             ("SpeakerListener", "simple_speaker_listener_v4")):  # fmt: skip
+            turns = {
+                "CraneRL step()": (particle_stepper(ours, num_envs), num_envs),
+                f"mpe2 {theirs}, one world": (mpe2_stepper(theirs), 1),
+            }
+            yield (
+                f"{ours}, {num_envs} environments",
+                "env steps/s",
+                {
+                    what: functools.partial(per_second, step, units, options.seconds)
+                    for what, (step, units) in turns.items()
+                },
+            )
+
+
+def particle_stepper(name: str, num_envs: int) -> Callable[[int], None]:
+    envs = vec_envs.make(name, num_envs)
+    envs.reset()
+    sizes = envs.action_mask.sum(1)  # moves that each agent has
+    actions = (torch.rand(50, num_envs, envs.num_agents) * sizes).long()
+    return lambda i: envs.step(actions[i % 50])
+
+
+def mpe2_stepper(name: str) -> Callable[[int], None]:
+    env = importlib.import_module(f"mpe2.{name}").parallel_env()
+    env.reset(seed=0)
+    actions = [{a: env.action_space(a).sample() for a in env.agents} for _ in range(50)]
+
+    def step(i: int) -> None:
+        env.step(actions[i % 50])
+        if not env.agents:  # it has ended
+            env.reset()
+
+    return step
+
+
+STABLE_BASELINES_AGENTS = """
+import sys, time
+import supersuit
+from mpe2 import simple_spread_v3
+from stable_baselines3 import PPO
+worlds, steps = map(int, sys.argv[1:])
+env = supersuit.pettingzoo_env_to_vec_env_v1(simple_spread_v3.parallel_env())
+env = supersuit.concat_vec_envs_v1(env, worlds, num_cpus=1, base_class="stable_baselines3")
+model = PPO("MlpPolicy", env, n_steps=25, batch_size=25 * 3 * worlds, device="cpu")
+model.learn(25 * 3 * worlds)
+before, start = model.num_timesteps, time.perf_counter()
+model.learn(3 * steps, reset_num_timesteps=False)  # it counts each agent's steps
+print("steps/s", (model.num_timesteps - before) / 3 / (time.perf_counter() - start))
+"""
+
+
+def agents(options: Options) -> Iterator[tuple[str, str, Contenders]]:
+    """Training of one policy for three agents, of 64 worlds, by 10 epochs of one minibatch each.
+
+    The peer is what PettingZoo's documentation combines: mpe2, SuperSuit, Stable-Baselines3's PPO
+    (whose critic sees one agent's observation, and whose rewards are each agent's own).
+    """
+
+    def stable_baselines() -> float:
+        steps = str(int(500 * 5 * options.seconds))
+        command = [sys.executable, "-c", STABLE_BASELINES_AGENTS, "64", steps]
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
+        return float(re.search(r"steps/s (\S+)", done.stdout)[1])
+
+    steps = str(int(10_000 * 5 * options.seconds))
+    yield (
+        "PPO for the agents of Spread",
+        "training steps/s",
+        {
+            "CraneRL mappo.py": functools.partial(
+                training_speed, "mappo.py", "--env", "Spread", "--total-steps", steps,
+                "--num-envs", "64", "--horizon", "25", "--epochs", "10",
+            ),
+            "Stable-Baselines3 PPO by SuperSuit, the same sizes": stable_baselines,
+        },
+    )  # fmt: skip
+
+
 def hterm(options: Options) -> Iterator[tuple[str, str, Contenders]]:
     """Transitions learnt from in a second by `update` alone, on one rollout of Hopper."""
     turns = {}
@@ -541,8 +623,9 @@ def learners(options: Options) -> Iterator[tuple[str, str, Contenders]]:
 
 
 SECTIONS = {
-    **{"env": env, "training": training, "dqn": dqn, "chasing": chasing, "hterm": hterm},
-    **{"sac": sac, "workers": workers, "learners": learners},
+    **{"env": env, "training": training, "dqn": dqn, "chasing": chasing},
+    **{"particles": particles, "agents": agents, "hterm": hterm, "sac": sac},
+    **{"workers": workers, "learners": learners},
 }
 
 
