@@ -147,8 +147,12 @@ class CSimulation:
                 raise error
 
     def close(self) -> None:
+        """End the threads; what comes after runs in the caller's."""
         for _ in range(self.threads - 1):
             self.calls.put(None)
+        self.threads = 1
+
+    __del__ = close
 
     def _gather(self) -> None:
         for name, views in self.views.items():
