@@ -53,13 +53,13 @@ class Args(RunArgs):
 
     env: str = "Spread"
     """environment: a name of vec_envs (Spread, SpeakerListener), or pettingzoo:package.module"""
-    total_steps: int = 2_000_000
+    total_steps: int = 1_500_000
     """how many environment steps to train for"""
     horizon: int = 25
     """steps of each environment in a rollout, and in a stretch of the replay"""
-    updates: int = 8
+    updates: int = 100
     """gradient steps after each rollout"""
-    batch_size: int = 32
+    batch_size: int = 8
     """stretches of one gradient step"""
     replay_size: int = 2000
     """stretches in the replay"""
@@ -69,8 +69,8 @@ class Args(RunArgs):
     """replay in proportion to the TD errors (Schaul 2016) instead of uniformly"""
     learning_rate: float = 1e-3
     """of Adam, annealed linearly to zero"""
-    discount: float = 0.99
-    """γ"""
+    discount: float = 0.9
+    """γ: an episode of 25 steps that is cut off, not over, has values of 1 / (1 − γ) rewards"""
     td_lambda: float = 0.5
     """λ: 0 trusts the target network after one step, 1 the rewards until the stretch ends"""
     double_q: bool = True
@@ -83,8 +83,8 @@ class Args(RunArgs):
     """part of the run during which ε goes from 1 to --final-epsilon"""
     max_grad_norm: float = 10.0
     """gradients longer than this are shortened to it"""
-    recurrent: bool = True
-    """agents remember (GRU); else they see the present only"""
+    recurrent: bool = False
+    """agents remember (GRU): where they do not see all that counts, at thrice the time"""
     hidden_size: int = 64
     """width of the agents' layers"""
     mixing_size: int = 32

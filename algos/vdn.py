@@ -21,8 +21,10 @@ rules, 25 steps):
 (SpeakerListener's two agents are paid the same: an agent's return is half of that.)
 
 What makes it work, each where it stands:
-- `Agent`: one network for all agents, told apart by their number; a GRU, or with --no-recurrent
-  a plain layer; actions that an agent does not have, or cannot take now, are never the best.
+- Many small gradient steps: on Spread 100 of 8 stretches after each rollout had −31 where 32 of 32
+  stretches had −40 and 8 of 32 stretches −48 after twice the experience (one seed each).
+- `Agent`: one network for all agents, told apart by their number, with --recurrent a GRU; actions
+  that an agent does not have, or cannot take now, are never the best.
 - `Replay`: whole stretches of `horizon` steps, each with the memory that its first step had
   (Kapturowski 2019, R2D2); where an episode ends inside, the memory begins anew.
 - `td_loss`: a truncated episode bootstraps from its true last observation, a terminated one does
@@ -58,13 +60,13 @@ class Args(RunArgs):
 
     env: str = "Spread"
     """environment: a name of vec_envs (Spread, SpeakerListener), or pettingzoo:package.module"""
-    total_steps: int = 2_000_000
+    total_steps: int = 1_500_000
     """how many environment steps to train for"""
     horizon: int = 25
     """steps of each environment in a rollout, and in a stretch of the replay"""
-    updates: int = 8
+    updates: int = 100
     """gradient steps after each rollout"""
-    batch_size: int = 32
+    batch_size: int = 8
     """stretches of one gradient step"""
     replay_size: int = 2000
     """stretches in the replay"""
@@ -74,8 +76,8 @@ class Args(RunArgs):
     """replay in proportion to the TD errors (Schaul 2016) instead of uniformly"""
     learning_rate: float = 1e-3
     """of Adam, annealed linearly to zero"""
-    discount: float = 0.99
-    """γ"""
+    discount: float = 0.9
+    """γ: an episode of 25 steps that is cut off, not over, has values of 1 / (1 − γ) rewards"""
     td_lambda: float = 0.5
     """λ: 0 trusts the target network after one step, 1 the rewards until the stretch ends"""
     double_q: bool = True
@@ -88,8 +90,8 @@ class Args(RunArgs):
     """part of the run during which ε goes from 1 to --final-epsilon"""
     max_grad_norm: float = 10.0
     """gradients longer than this are shortened to it"""
-    recurrent: bool = True
-    """agents remember (GRU); else they see the present only"""
+    recurrent: bool = False
+    """agents remember (GRU): where they do not see all that counts, at thrice the time"""
     hidden_size: int = 64
     """width of the agents' layers"""
 

@@ -181,7 +181,8 @@ def on_policy(case: str) -> dict[str, Tensor]:
 # Replay scripts: 20 batches, as from a replay buffer.
 
 OFF_POLICY = {name: {} for name in "ddpg td3 sac mod_sac redq crossq maddpg matd3".split()}
-OFF_POLICY |= {name: {} for name in "dqn d3qn sac_discrete vdn qmix".split()}
+OFF_POLICY |= {name: {} for name in "dqn d3qn sac_discrete".split()}
+OFF_POLICY |= {name: {"recurrent": True} for name in "vdn qmix".split()}
 OFF_POLICY["td3 clipped"] = {"max_grad_norm": 0.1}
 
 

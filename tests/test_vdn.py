@@ -12,7 +12,10 @@ from algos import play, qmix, vdn
 from algos.worker_learner import UserError
 from vec_envs import make
 
-TINY = {"num_envs": 4, "hidden_size": 8, "eval_episodes": 2, "eval_every": 0, "batch_size": 4}
+TINY = {
+    **{"num_envs": 4, "hidden_size": 8, "eval_episodes": 2, "eval_every": 0, "batch_size": 4},
+    **{"updates": 8, "recurrent": True},
+}
 A, OBS, STATE, ACTIONS, HIDDEN = 3, 4, 5, 3, 4
 
 
@@ -22,6 +25,7 @@ def seeded():
 
 
 def make_agent(script, available_in_obs=False, **options):
+    options = {"recurrent": True, "discount": 0.99, **options}
     args = script.Args(num_envs=2, hidden_size=HIDDEN, batch_size=3, replay_size=8, **options)
     mask = torch.ones(A, ACTIONS, dtype=torch.bool)
     mask[1, 2] = False
