@@ -9,7 +9,7 @@ Two simulators have the same face (`fields`, `step`, `restart`), so every reward
 written once:
 
 - `CSimulation`, on a CPU: one `MjData` per env, stepped in threads by `mj_step`, which releases
-  the GIL. Its physics is as fast as `mujoco.rollout` (a whole `step()` has 0.76 to 0.92 of that,
+  the GIL. Its physics is as fast as `mujoco.rollout` (a whole `step()` has 0.79 to 0.91 of that,
   benchmark/throughput.py) and, unlike it, keeps the solver's warm start between steps, without
   which HalfCheetah drifts away from Gymnasium within 100 steps. It also has every field, contact
   forces included.
