@@ -84,7 +84,7 @@ class Args(RunArgs):
     max_grad_norm: float = 10.0
     """gradients longer than this are shortened to it"""
     recurrent: bool = False
-    """agents remember (GRU): where they do not see all that counts, at thrice the time"""
+    """agents remember (GRU): slower, for where they do not see all that counts"""
     hidden_size: int = 64
     """width of the agents' layers"""
     mixing_size: int = 32

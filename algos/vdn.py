@@ -21,8 +21,7 @@ rules, 25 steps):
 (SpeakerListener's two agents are paid the same: an agent's return is half of that.)
 
 What makes it work, each where it stands:
-- Many small gradient steps: on Spread 100 of 8 stretches after each rollout had −31 where 32 of 32
-  stretches had −40 and 8 of 32 stretches −48 after twice the experience (one seed each).
+- `--updates`: many gradient steps after each rollout, on a few stretches each.
 - `Agent`: one network for all agents, told apart by their number, with --recurrent a GRU; actions
   that an agent does not have, or cannot take now, are never the best.
 - `Replay`: whole stretches of `horizon` steps, each with the memory that its first step had
@@ -91,7 +90,7 @@ class Args(RunArgs):
     max_grad_norm: float = 10.0
     """gradients longer than this are shortened to it"""
     recurrent: bool = False
-    """agents remember (GRU): where they do not see all that counts, at thrice the time"""
+    """agents remember (GRU): slower, for where they do not see all that counts"""
     hidden_size: int = 64
     """width of the agents' layers"""
 

@@ -160,7 +160,7 @@ class CSimulation:
 
 
 def _help(calls: queue.SimpleQueue, ends: queue.SimpleQueue) -> None:
-    """A thread of CSimulation's. (An executor's futures cost as much as a simulation's step.)"""
+    """A thread of CSimulation's: makes calls until one is None. (Futures would cost more.)"""
     while (call := calls.get()) is not None:
         try:
             call()
