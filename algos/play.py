@@ -28,7 +28,14 @@ import tyro
 from torch import nn
 
 import vec_envs
-from algos.worker_learner import LONGEST_EVALUATION, UserError, check_args, load_checked, score
+from algos.worker_learner import (
+    LONGEST_EVALUATION,
+    UserError,
+    check_args,
+    compare_returns,
+    load_checked,
+    score,
+)
 
 FASTEST_FILM = {".mp4": 50, ".gif": 25}  # pictures a second; a Hopper steps 125 times a second
 LONGEST_FILM = 60  # seconds, for environments whose episodes need not end
@@ -110,6 +117,7 @@ def print_score(args: Args, saved: dict) -> None:
     for number, value in enumerate(returns, 1):
         print(f"{number:7}  {value:10.2f}")
     print(f"   mean  {mean:10.2f} ± {std:.2f} (standard deviation), {length:.1f} steps long")
+    print(compare_returns(env), end="")
 
 
 def episode(agent: nn.Module, env: vec_envs.VecEnv, seed: int | None) -> Iterator[None]:

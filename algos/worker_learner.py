@@ -324,7 +324,8 @@ class Run:
             f"\nDone: {step} steps in {self.seconds:.0f} s. Deterministic return over "
             f"{self.args.eval_episodes} episodes: last {self.last_return:.1f}, "
             f"best {self.best_return:.1f}.\n"
-            "Score, watch or film it: "
+            + compare_returns(self._state["workers"].envs)
+            + "Score, watch or film it: "
             + self._command(self._script_path.with_name("play.py"), self.dir)
         )
         return Result(self.dir, step, self.seconds, self.last_return, self.best_return)
@@ -939,6 +940,13 @@ def score(
             break
     std = returns.std(correction=0).item()
     return returns.mean().item(), std, lengths.mean().item(), returns.tolist()
+
+
+def compare_returns(envs: vec_envs.VecEnv) -> str:
+    """A line with what simple policies get there, where it is known; else nothing."""
+    known = ", ".join(f"{policy} {value:.1f}" for policy, value in envs.known_returns.items())
+    many = "" if envs.num_agents is None else " (sum over agents)"
+    return known and f"To compare{many}: {known}.\n"
 
 
 # Replay.

@@ -3,6 +3,7 @@
     python benchmark/returns.py --script ppo --env Hopper --seeds 1 2 3 4 5
     python benchmark/returns.py --script ppo --env Ant --seeds 1 2 3 -- --horizon 64
     python benchmark/returns.py --table            # Markdown of what results/returns.csv holds
+    python benchmark/returns.py --figure           # results/returns.png of curves.csv
 
 What follows `--` are flags for the script.
 
@@ -24,6 +25,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import tyro
+
+from vec_envs import particles
+from vec_envs.core import VecEnv
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmark" / "results"
@@ -55,6 +59,8 @@ class Options:
     """where returns.csv and curves.csv are"""
     table: bool = False
     """print the table of returns.csv and train nothing"""
+    figure: bool = False
+    """draw curves.csv into returns.png and train nothing"""
 
 
 def commit() -> str:
@@ -157,7 +163,53 @@ def table(path: Path) -> None:
         print(f"| `{command}` | {steps} | {len(returns)} | {numbers} |")
 
 
+def figure(results: Path) -> None:
+    """A panel an environment: every seed's curve thin, the seeds' median thick, a colour a script.
+
+    Only of runs with the scripts' own settings; simple policies' returns, where known, dotted.
+    """
+    try:
+        from matplotlib import pyplot
+    except ImportError:
+        raise SystemExit('No figure without matplotlib: pip install "crane-rl[plot]"') from None
+    panels: dict[str, dict[str, dict[str, list[tuple[int, float]]]]] = {}
+    with open(results / "curves.csv", newline="") as file:
+        for row in csv.DictReader(file):
+            if not row["flags"] or shlex.split(row["flags"])[:-1] == ["--eval-every"]:
+                seeds = panels.setdefault(row["env"], {}).setdefault(row["script"], {})
+                seeds.setdefault(row["seed"], []).append((int(row["step"]), float(row["return"])))
+    if not panels:
+        raise SystemExit(f"{results}/curves.csv has no run with a script's own settings")
+    columns = min(4, len(panels))
+    rows = -(-len(panels) // columns)
+    size = {"figsize": (4.2 * columns, 3.2 * rows), "squeeze": False, "layout": "constrained"}
+    _, axes = pyplot.subplots(rows, columns, **size)
+    for axis in axes.flat[len(panels) :]:
+        axis.axis("off")
+    colours = {script: f"C{i}" for i, script in enumerate(sorted(set().union(*panels.values())))}
+    for axis, (env, scripts) in zip(axes.flat, sorted(panels.items()), strict=False):
+        known = getattr(particles, env, VecEnv).known_returns
+        for policy, value in known.items():
+            axis.axhline(value, color="grey", linestyle=":", linewidth=1)
+            axis.text(0, value, policy, transform=axis.get_yaxis_transform(), fontsize=6)
+        for script, seeds in sorted(scripts.items()):
+            at: dict[int, list[float]] = {}
+            for points in seeds.values():
+                axis.plot(*zip(*points, strict=True), c=colours[script], alpha=0.35, lw=0.7)
+                for step, value in points:
+                    at.setdefault(step, []).append(value)
+            medians = {step: statistics.median(values) for step, values in sorted(at.items())}
+            axis.plot(*zip(*medians.items(), strict=True), ".-", c=colours[script], label=script)
+        axis.set_title(env.rpartition(":")[2])
+        axis.set_xlabel("environment steps")
+        axis.legend(fontsize=7)
+    pyplot.savefig(results / "returns.png", dpi=90)
+
+
 def main(options: Options, flags: list[str]) -> None:
+    if options.figure:
+        figure(options.results)
+        return
     if options.table:
         table(options.results / "returns.csv")
         return

@@ -3,6 +3,7 @@
 import csv
 import fcntl
 import importlib
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -34,6 +35,12 @@ def test_returns_are_kept_once(tmp_path):
     curve = list(csv.DictReader(open(tmp_path / "curves.csv")))
     assert {row["return"] for row in curve} == {row["return"] for row in rows}
     assert "| 224 | 2 |" in run(*command, "--table")
+
+
+def test_figure_of_the_returns(tmp_path):
+    shutil.copy(BENCHMARK / "results" / "curves.csv", tmp_path)
+    run(BENCHMARK / "returns.py", "--figure", "--results", tmp_path)
+    assert (tmp_path / "returns.png").stat().st_size > 10_000
 
 
 def test_throughput_keeps_the_other_sections(tmp_path):

@@ -1,6 +1,7 @@
 """The particle world against mpe2's, against written-out rules, and against the contract."""
 
 import importlib
+import itertools
 import math
 
 import numpy as np
@@ -247,32 +248,45 @@ def test_the_picture_shows_where_they_are(name):
 
 
 def scripted(env) -> torch.Tensor:
-    """SpeakerListener's listener, if it knew the goal: straight there."""
-    goal = env.landmark.gather(1, env.goal.view(-1, 1, 1).expand(-1, 1, 2))
-    way = goal - env.position[:, 1:] - 0.4 * env.velocity[:, 1:]  # from where it would glide to
+    """SpeakerListener's listener, if it knew the goal, and Spread's agents, if they agreed."""
+    if env.num_agents == 3:  # each has a landmark, so that their ways add up to the least
+        orders = torch.tensor(list(itertools.permutations(range(3))))  # (6, A)
+        ways = env.landmark[:, orders] - env.position.unsqueeze(1)  # (N, 6, A, 2)
+        best = ways.norm(dim=-1).sum(-1).argmin(1)
+        way = ways[torch.arange(len(best)), best] - 0.4 * env.velocity
+    else:
+        goal = env.landmark.gather(1, env.goal.view(-1, 1, 1).expand(-1, 1, 2))
+        way = goal - env.position[:, 1:] - 0.4 * env.velocity[:, 1:]  # from where it would glide to
     along_x, x, y = way.abs()[..., 0] > way.abs()[..., 1], way[..., 0] > 0, way[..., 1] > 0
     move = torch.where(along_x, 1 + x.int(), 3 + y.int())
     move = torch.where(way.abs().amax(2) < 0.12, 0, move)
-    return torch.cat((torch.zeros_like(move), move), 1)
+    return move if env.num_agents == 3 else torch.cat((torch.zeros_like(move), move), 1)
 
 
-def test_returns_of_simple_policies():
-    """The figures that stand beside every result, from mpe2 itself, within 4 standard errors."""
-    for name, policy, expected, error in (
-        ("Spread", "random", -79.1, 1.6),
-        ("Spread", "nothing", -73.1, 1.6),
-        ("SpeakerListener", "random", -39.9 * 2, 4.5),
-        ("SpeakerListener", "scripted", -7.49 * 2, 1.2),
-    ):
-        env = make(name, 4000, seed=0)
-        env.reset()
-        sizes = env.action_mask.sum(1)
-        chance = torch.Generator().manual_seed(0)
-        for _ in range(25):
-            if policy == "scripted":
-                actions = scripted(env)
-            else:
-                uniform = torch.rand(4000, env.num_agents, generator=chance)
-                actions = (uniform * sizes * (policy == "random")).long()
-            *_, info = env.step(actions)
-        assert abs(info["episode_return"].mean().item() - expected) < error, (name, policy)
+@pytest.mark.parametrize(
+    "name, policy, error",
+    [
+        ("Spread", "random", 1.6),
+        ("Spread", "doing nothing", 1.6),
+        ("Spread", "scripted", 0.6),
+        ("SpreadContinuous", "random", 1.6),
+        ("SpeakerListener", "random", 4.5),
+        ("SpeakerListener", "scripted", 1.2),
+        ("SpeakerListenerContinuous", "random", 4.5),
+    ],
+)
+def test_returns_of_simple_policies(name, policy, error):
+    """The figures that stand beside every result, within four standard errors or so."""
+    env = make(name, 4000, seed=0)
+    env.reset()
+    sizes, chance = env.action_mask.sum(1), torch.Generator().manual_seed(0)
+    for _ in range(25):
+        if policy == "scripted":
+            actions = scripted(env)
+        elif env.continuous:
+            actions = torch.rand(env.action_space.shape, generator=chance)
+        else:
+            uniform = torch.rand(4000, env.num_agents, generator=chance)
+            actions = (uniform * sizes * (policy == "random")).long()
+        *_, info = env.step(actions)
+    assert abs(info["episode_return"].mean().item() - env.known_returns[policy]) < error

@@ -72,6 +72,7 @@ class VecEnv(VectorEnv):
     state_names: tuple[str, ...] = ()
     exact_resume = True  # `state_dict` holds everything (not so for Gymnasium's own envs)
     num_agents: int | None = None  # one agent, and no axis for it
+    known_returns: dict[str, float] = {}  # of simple policies, to tell what a return is worth
 
     def __init__(
         self,

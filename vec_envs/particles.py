@@ -136,6 +136,7 @@ class Spread(ParticleEnv):
     Truncated after 25 steps. First state: all places uniform in [−1, 1]², at rest.
     """
 
+    known_returns = {"random": -79.1, "doing nothing": -73.1, "scripted": -26.7}
     radius = (0.15,) * 3 + (0.05,) * 3
     contact_force, contact_margin = 100.0, 1e-3
 
@@ -193,6 +194,7 @@ class Spread(ParticleEnv):
 class SpreadContinuous(Spread):
     """Spread with continuous actions (5,) in [0, 1]."""
 
+    known_returns = {**Spread.known_returns, "random": -75.3}
     continuous = True
 
 
@@ -208,6 +210,7 @@ class SpeakerListener(ParticleEnv):
     Truncated after 25 steps. First state: all places uniform in [−1, 1]², any landmark the goal.
     """
 
+    known_returns = {"random": -79.8, "not listening": -31.4, "scripted": -15.0}
     radius = (0.075,) * 2 + (0.04,) * 3
     state_names = (*ParticleEnv.state_names, "goal", "message")
 
@@ -261,4 +264,5 @@ class SpeakerListener(ParticleEnv):
 class SpeakerListenerContinuous(SpeakerListener):
     """SpeakerListener with continuous actions in [0, 1]: (3,) of the speaker, (5,) the listener."""
 
+    known_returns = {**SpeakerListener.known_returns, "random": -72.5}
     continuous = True
