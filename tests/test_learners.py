@@ -69,6 +69,16 @@ if (os.environ.get("RANK"), os.environ.get("TORCHELASTIC_RESTART_COUNT")) == ("{
 """
 
 
+# Else gloo's threads abort the learner as Python ends ("terminate called without an exception").
+COUNT_THREADS = """
+import atexit, multiprocessing, os
+def count():
+    if "RANK" in os.environ and multiprocessing.parent_process() is None:
+        print("threads in the end:", len(os.listdir("/proc/self/task")), flush=True)
+atexit.register(count)
+"""
+
+
 class Torchrun:
     """`torchrun {options} algos/ppo.py {flags}`, whose processes all carry a mark."""
 
@@ -156,7 +166,8 @@ def test_a_killed_learner_and_ctrl_c_change_nothing(tmp_path):
     """Learner 1 is killed, the engine restarts both; Ctrl-C; the printed command: the same end."""
     flags = f"{TINY} --total-steps {TOTAL} --seed 1"
     two = "--nproc-per-node 2"
-    reference = Torchrun(tmp_path / "1", two, f"{flags} --run-dir {tmp_path / 'reference'}")
+    reference = f"{flags} --run-dir {tmp_path / 'reference'}"
+    reference = Torchrun(tmp_path / "1", two, reference, COUNT_THREADS)
     killed = sabotage(1, 0, 3, "os.kill(os.getpid(), signal.SIGKILL)")
     stopped = sabotage(0, 1, 3, "os.kill(os.getppid(), signal.SIGINT)")
     run_dir = tmp_path / "run"
@@ -175,6 +186,7 @@ def test_a_killed_learner_and_ctrl_c_change_nothing(tmp_path):
     assert f"Resumed at step {step}" in resumed.finish()
     said = reference.finish()
     assert said.count("ppo on CartPole: 2 environments") == said.count("Done: 2560 steps") == 1
+    assert re.findall(r"threads in the end: (\d+)", said) == ["1", "1"], said
     for name in ("checkpoint.pt", "checkpoint.rank1.pt"):
         ours, theirs = load(run_dir, name), load(tmp_path / "reference", name)
         assert ours["run"]["step"] == TOTAL
