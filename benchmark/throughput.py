@@ -15,6 +15,7 @@ import csv
 import datetime
 import functools
 import importlib
+import multiprocessing
 import os
 import platform
 import re
@@ -185,6 +186,13 @@ class Slow(gymnasium.Env):
         time.sleep(0.005)
         return numpy.zeros(4, "float32"), 0.0, False, False, {}
 gymnasium.register("Slow-v0", Slow, max_episode_steps=100)
+class Large(Slow):
+    observation_space = gymnasium.spaces.Box(-1, 1, (84 * 84 * 4,))
+    def reset(self, *, seed=None, options=None):
+        return numpy.zeros(84 * 84 * 4, "float32"), {}
+    def step(self, action):
+        return numpy.zeros(84 * 84 * 4, "float32"), 0.0, False, False, {}
+gymnasium.register("Large-v0", Large, max_episode_steps=100)
 """
 
 
@@ -607,6 +615,36 @@ def workers(options: Options) -> Iterator[tuple[str, str, Contenders]]:
             number = f"{count or 'no'} worker{'s' * (count != 1)}"
             turns[f"CraneRL {script}, {number}"] = functools.partial(training_speed, *command)
         yield what, "training steps/s", turns
+    with tempfile.TemporaryDirectory() as folder:
+        yield "A batch of two workers, 84 x 84 x 4 observations", "bytes", bytes_of_a_batch(folder)
+
+
+def bytes_of_a_batch(folder: str) -> Contenders:
+    """What two workers' batch holds in shared memory, and what all processes write for it.
+
+    What they write is what /proc counts: into pipes and files, and not into memory.
+    """
+    Path(folder, "slow.py").write_text(SLOW)
+    sys.path.insert(0, folder)  # the workers' as well
+    args = ppo.Args(env="slow:Large-v0", num_envs=4, num_workers=2, device="cpu", hidden_size=8)
+    device, check = torch.device("cpu"), lambda rollout: None
+    workers = Workers(SimpleNamespace(args=args, device=device, check_rollout=check), ppo.collect)
+    agent = ppo.Agent(workers.observation_space, workers.action_space, args)
+    rollout = workers.start(agent, 16)
+    workers.collect()
+
+    def bytes_so_far() -> int:
+        processes = os.getpid(), *(child.pid for child in multiprocessing.active_children())
+        files = (Path(f"/proc/{pid}/io").read_text() for pid in processes)
+        return sum(int(re.search(r"wchar: (\d+)", text)[1]) for text in files)
+
+    def written() -> float:
+        before = bytes_so_far()
+        workers.collect()
+        return bytes_so_far() - before
+
+    held = sum(x.numel() * x.element_size() for x in rollout.values())
+    return {"CraneRL, through pipes": written, "the batch, in shared memory": lambda: held}
 
 
 def learners(options: Options) -> Iterator[tuple[str, str, Contenders]]:
