@@ -87,7 +87,7 @@ class Args(RunArgs):
     """also clip the change of the value"""
     value_coef: float = 0.5
     """c_V, weight of the value loss"""
-    entropy_coef: float = 0.01
+    entropy_coef: float = 0.03
     """c_H, weight of the entropy bonus"""
     max_grad_norm: float = 0.5
     """gradients longer than this are shortened to it"""
@@ -106,7 +106,7 @@ LIMITS = {
 }
 
 # What differs by environment, as in the tables of papers; a flag on the command line wins.
-TUNED = {"Spread": {"total_steps": 5_000_000}, "SpreadContinuous": {"total_steps": 5_000_000}}
+TUNED = {"Spread": {"total_steps": 3_000_000}, "SpreadContinuous": {"total_steps": 3_000_000}}
 
 
 class Normalizer(nn.Module):
