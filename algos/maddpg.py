@@ -76,7 +76,7 @@ class Args(RunArgs):
     """τ: how far the target networks move at each update of the actors"""
     exploration_noise: float = 0.3
     """standard deviation of the noise on continuous actions, in units of half their range"""
-    logit_cost: float = 1e-3
+    logit_cost: float = 1e-4
     """weight of the mean squared output of the actors, which keeps discrete actions undecided"""
     reward_scale: float = 0.1
     """factor of all rewards"""

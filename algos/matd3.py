@@ -79,7 +79,7 @@ class Args(RunArgs):
     """where that noise is cut"""
     policy_delay: int = 2
     """updates of the critics for one of the actors"""
-    logit_cost: float = 1e-3
+    logit_cost: float = 1e-4
     """weight of the mean squared output of the actors, which keeps discrete actions undecided"""
     reward_scale: float = 0.1
     """factor of all rewards"""
