@@ -61,6 +61,8 @@ class Args(RunArgs):
 
     env: str = "Spread"
     """environment: a name of vec_envs (Spread, SpeakerListener), or pettingzoo:package.module"""
+    total_steps: int = 2_000_000
+    """how many environment steps to train for"""
     horizon: int = 25
     """steps of each environment in a rollout"""
     learning_rate: float = 1e-3
@@ -88,7 +90,7 @@ class Args(RunArgs):
     value_coef: float = 0.5
     """c_V, weight of the value loss"""
     entropy_coef: float = 0.03
-    """c_H, weight of the entropy bonus"""
+    """c_H, weight of the entropy bonus, annealed linearly to zero"""
     max_grad_norm: float = 0.5
     """gradients longer than this are shortened to it"""
     hidden_size: int = 64
@@ -179,6 +181,7 @@ class Agent(nn.Module):
         self.critic = mlp(seen + agents, args.hidden_size, 1, last_gain=1.0)
         self.register_buffer("number", torch.eye(agents))
         self.register_buffer("action_mask", envs.action_mask.clone())  # (A, outputs)
+        self.register_buffer("entropy_coef", torch.tensor(args.entropy_coef))
         if not self.discrete:
             self.log_std = nn.Parameter(torch.full((agents, outputs), args.initial_log_std))
             low, high = torch.tensor(action_space.low), torch.tensor(action_space.high)
@@ -345,7 +348,9 @@ def minibatch_loss(agent: Agent, batch: dict[str, Tensor], args: Args) -> tuple[
         "entropy": masked_mean(entropy, alive),
     }
     total = (
-        losses["policy"] + args.value_coef * losses["value"] - args.entropy_coef * losses["entropy"]
+        losses["policy"]
+        + args.value_coef * losses["value"]
+        - agent.entropy_coef * losses["entropy"]
     )
     with torch.no_grad():  # Schulman's estimator of the KL divergence, never negative
         losses["kl"] = masked_mean(log_ratio.exp() - 1 - log_ratio, alive)
@@ -406,6 +411,7 @@ def train(args: Args) -> Result:
         left = 1 - step / args.total_steps
         if args.learning_rate_schedule == "anneal":
             optimizer.param_groups[0]["lr"].fill_(args.learning_rate * left)
+        agent.entropy_coef.fill_(args.entropy_coef * left)
         rollout = workers.collect()
         step += args.horizon * args.num_envs * run.learners
         losses = update(agent, optimizer, rollout, loss_function, args)
