@@ -77,7 +77,7 @@ class Args(RunArgs):
     exploration_noise: float = 0.3
     """standard deviation of the noise on continuous actions, in units of half their range"""
     logit_cost: float = 1e-4
-    """weight of the mean squared output of the actors, which keeps discrete actions undecided"""
+    """weight of the mean squared output of the actors: the more, the longer they stay undecided"""
     reward_scale: float = 0.1
     """factor of all rewards"""
     max_grad_norm: float = 0.5

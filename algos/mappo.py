@@ -30,6 +30,8 @@ What differs from ppo.py, each where it stands:
 - `ValueNormalizer` in place of the reward scaler: the critic learns returns with mean 0 and
   variance 1, and is read in the rewards' own units.
 - `masked_mean`: what an agent does after its death counts for nothing.
+- The entropy bonus is large at first, since a speaker who settles early may give two goals one
+  word, and zero in the end, since the greedy policy is the one that is evaluated.
 """
 
 import math

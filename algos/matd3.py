@@ -80,7 +80,7 @@ class Args(RunArgs):
     policy_delay: int = 2
     """updates of the critics for one of the actors"""
     logit_cost: float = 1e-4
-    """weight of the mean squared output of the actors, which keeps discrete actions undecided"""
+    """weight of the mean squared output of the actors: the more, the longer they stay undecided"""
     reward_scale: float = 0.1
     """factor of all rewards"""
     max_grad_norm: float = 0.5

@@ -87,7 +87,8 @@ def make(saved: dict, num_envs: int, seed: int, draws: bool = False) -> tuple[nn
     """The agent, made with its run's own arguments, and its environment, both on the CPU."""
     script, name = saved["script"], saved["args"]["env"]
     # Gymnasium wants to know beforehand; the environments of vec_envs can all be drawn
-    options = {"render_mode": "rgb_array"} if draws and name not in vec_envs.NAMES else {}
+    ours = vec_envs.base_name(name) in vec_envs.NAMES
+    options = {"render_mode": "rgb_array"} if draws and not ours else {}
     try:
         env = vec_envs.make(name, num_envs, "cpu", seed, **options)
     except ValueError as error:
@@ -149,6 +150,7 @@ def choose_gl(name: str) -> None:
 
     Each way is tried in a process of its own, since one that fails is there to stay.
     """
+    name = vec_envs.base_name(name)
     made_by = vec_envs.NAMES.get(name) or getattr(gymnasium.registry.get(name), "entry_point", "")
     if sys.platform != "linux" or "mujoco" not in str(made_by):
         return
@@ -194,7 +196,7 @@ def show(args: Args, saved: dict) -> None:
         raise UserError("--show needs a display, and there is none; take --video FILE.gif")
     agent, env = make(saved, 1, args.seed, draws=True)
     env.reset()
-    is_mujoco = vec_envs.NAMES.get(saved["args"]["env"]) == "mujoco"
+    is_mujoco = vec_envs.NAMES.get(vec_envs.base_name(saved["args"]["env"])) == "mujoco"
     update, close = mujoco_window(env) if is_mujoco else picture_window(env)
     due = time.perf_counter()
     for number in range(args.episodes):

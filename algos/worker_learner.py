@@ -79,7 +79,7 @@ class RunArgs:
     """The command line that every script shares."""
 
     env: str = "Ant"
-    """environment: a name of vec_envs, a Gymnasium id, or package:Id-v0"""
+    """environment: a name of vec_envs, a Gymnasium id, or package:Id-v0 (,option=value ...)"""
     total_steps: int = 1_000_000
     """how many environment steps to train for"""
     num_envs: int = 0
@@ -1396,7 +1396,7 @@ def parse(args_class: type[RunArgs], tuned: dict[str, dict[str, Any]]) -> RunArg
     first.add_argument("--env", default=args_class.env)
     first.add_argument("--resume")
     given, _ = first.parse_known_args()
-    own = {} if given.resume else tuned.get(given.env, {})
+    own = {} if given.resume else tuned.get(vec_envs.base_name(given.env), {})
     return tyro.cli(args_class, default=args_class(**own))
 
 

@@ -238,6 +238,25 @@ def test_what_is_not_supported_is_refused_in_one_sentence(counting, name, option
         assert word in message
 
 
+def test_options_behind_the_name():
+    assert make("Spread,physics=openai", 2).physics == "openai"
+    assert make("Pendulum,g=9.81", 2).g == 9.81
+    assert make("CartPole,sutton_barto_reward=true", 2).sutton_barto_reward is True
+    assert make("Ant,healthy_reward=2,frame_skip=1", 2).options.healthy_reward == 2
+    assert make("CartPole-v1,max_episode_steps=20", 2).max_episode_steps == 20
+    for name, message in {
+        "Spread,physics=moon": "allowed are mpe2, openai",
+        "Spread,gravity=1": "unexpected keyword argument 'gravity'",
+        "Ant,gravity=1": "unknown option 'gravity'",
+        "CartPole-v1,gravity=1": "unexpected keyword argument 'gravity'",
+        "Spread,physics": "'physics' is not an option of an environment",
+        "Spread,": "'' is not an option of an environment",
+        "Ant,frame_skip=many": "Ant: ",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            make(name, 2)
+
+
 def test_unknown_id_without_make():
     with pytest.raises(ValueError, match=r"Nothing-v0: .*`Nothing` doesn't exist"):
         GymEnv("Nothing-v0", 1)

@@ -1,5 +1,6 @@
 """Batched environments: tensors in, tensors out, on CPU or GPU. `make` builds one."""
 
+import ast
 import difflib
 from importlib import import_module
 from typing import Any
@@ -8,7 +9,7 @@ import torch
 
 from vec_envs.core import VecEnv
 
-__all__ = ["NAMES", "VecEnv", "make"]
+__all__ = ["NAMES", "VecEnv", "base_name", "make"]
 
 # name -> the module of this folder that holds it (imported when it is asked for)
 NAMES = {
@@ -36,14 +37,21 @@ def make(
     `name` is one of `NAMES`, any Gymnasium id ("LunarLander-v3"), "package:Id-v0" for an id
     that a package registers when it is imported, or "pettingzoo:package.module" for a parallel
     environment of PettingZoo. `env_threads` is how many threads step MuJoCo on a
-    CPU (0: one a core). `options` are the environment's own keyword arguments.
+    CPU (0: one a core). `options` are the environment's own keyword arguments; they may also stand
+    behind the name: "Spread,physics=openai".
     ValueError: unknown name or option.
     """
+    name, *words = name.split(",")
+    options |= dict(map(_option, words))
     if name in NAMES:
-        module = import_module(f"vec_envs.{NAMES[name]}")
-        if NAMES[name] == "mujoco":
-            options["env_threads"] = env_threads
-        return getattr(module, name)(num_envs, device=device, seed=seed, **options)
+        kind = getattr(import_module(f"vec_envs.{NAMES[name]}"), name)
+        threads = {"env_threads": env_threads} if NAMES[name] == "mujoco" else {}
+        try:
+            return kind(num_envs, device=device, seed=seed, **threads, **options)
+        except TypeError as error:  # of an option
+            if not options:
+                raise
+            raise ValueError(f"{name}: {error}") from error
     import gymnasium
 
     if ":" not in name and name not in gymnasium.registry:
@@ -60,3 +68,19 @@ def make(
         except SeveralAgents:
             pass
     return MultiAgentGymEnv(name, num_envs, device=device, seed=seed, **options)
+
+
+def base_name(name: str) -> str:
+    """`name` without the options that stand behind it."""
+    return name.partition(",")[0]
+
+
+def _option(word: str) -> tuple[str, Any]:
+    """ "physics=openai" -> ("physics", "openai"); numbers, True and False as what they are."""
+    key, equals, value = word.partition("=")
+    if not key.isidentifier() or not equals:
+        raise ValueError(f"{word!r} is not an option of an environment, such as g=9.8")
+    try:
+        return key, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return key, {"true": True, "false": False}.get(value, value)

@@ -12,10 +12,11 @@ Motion: per axis, with force F (mass 1), velocity v, position p, all from before
     p ← p + v dt              v ← (1 − damping) v + F dt             `physics="mpe2"`
     v ← (1 − damping) v + F dt   and then   p ← p + v dt             `physics="openai"`
 
-openai is the order in the first authors' code, which most published returns come from; forces,
-observations and rewards here are mpe2's in both. `dtype` is that of the simulator's state;
-observations and rewards are float32. Random numbers are this project's own: equal means that from
-the same state the same actions have the same consequences.
+openai is the order in the first authors' code, which most published returns come from (on a command
+line: --env Spread,physics=openai); forces, observations and rewards here are mpe2's in both.
+`dtype` is that of the simulator's state; observations and rewards are float32. Random numbers are
+this project's own: equal means that from the same state the same actions have the same
+consequences.
 
 What a return means (sum over agents, 25 steps, physics mpe2):
 
@@ -70,6 +71,8 @@ class ParticleEnv(MultiAgentVecEnv):
             max_episode_steps=25,
         )
         self.physics, self.dtype = physics, dtype
+        if physics != "mpe2":
+            self.known_returns = {}
         kind = {"dtype": dtype, "device": self.device}
         self.position = torch.zeros(num_envs, self.num_agents, 2, **kind)
         self.velocity = torch.zeros(num_envs, self.num_agents, 2, **kind)
