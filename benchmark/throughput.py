@@ -35,7 +35,7 @@ import torch
 import tyro
 
 import vec_envs
-from algos import ppo, ppo_hterm, ppo_hterm_variants, sac_hterm
+from algos import ppo, ppo_hterm, ppo_hterm_variants, redq, sac_hterm
 from algos import sac as sac_script
 from algos.worker_learner import ReplayBuffer, Workers, flatten
 from vec_envs.chasing import Chasing
@@ -489,7 +489,7 @@ OBS, ACT, BATCH, HIDDEN = 17, 6, 256, 256  # HalfCheetah's sizes
 
 
 def sac_stepper(bf16: bool, script=sac_script) -> Callable[[int], None]:
-    """Sampling and `update` of sac.py or sac_hterm.py, on random transitions."""
+    """Sampling and `update` of sac.py, sac_hterm.py or redq.py, on random transitions."""
     args = script.Args(bf16=bf16)
     spaces = gymnasium.spaces.Box(-np.inf, np.inf, (OBS,)), gymnasium.spaces.Box(-1.0, 1.0, (ACT,))
     agent = script.Agent(*spaces, args)
@@ -512,7 +512,9 @@ def sac_stepper(bf16: bool, script=sac_script) -> Callable[[int], None]:
     def step(i: int) -> None:
         torch.set_float32_matmul_precision("medium" if bf16 else "highest")
         term = (script.draw_windows(replay, args), args.hterm_coef) if with_term else ()
-        script.update(agent, target, optimizers, replay.sample(BATCH), functions, args, *term)
+        number = (i,) if script is redq else ()
+        batch = replay.sample(BATCH)
+        script.update(agent, target, optimizers, batch, functions, *number, args, *term)
         torch.set_float32_matmul_precision("highest")
 
     return step
@@ -570,6 +572,69 @@ def plain_sac_stepper() -> Callable[[int], None]:
     return step
 
 
+def looped_redq_stepper() -> Callable[[int], None]:
+    """redq.py's update with ten networks one after another, each with an optimizer of its own."""
+    args, mlp, mse = redq.Args(), redq.mlp, torch.nn.functional.mse_loss
+    spaces = gymnasium.spaces.Box(-np.inf, np.inf, (OBS,)), gymnasium.spaces.Box(-1.0, 1.0, (ACT,))
+    agent = redq.Agent(*spaces, args)
+    critics, targets = (
+        [mlp(OBS + ACT, HIDDEN, 1) for _ in range(args.ensemble_size)] for _ in range(2)
+    )
+    optimizers = [torch.optim.Adam(critic.parameters(), 3e-4) for critic in critics]
+    actor_optimizer = torch.optim.Adam(agent.actor.parameters(), 3e-4)
+    obs, next_obs = torch.randn(2, 4000, OBS)
+    action, reward = torch.rand(4000, ACT) * 2 - 1, torch.randn(4000)
+
+    def step(i: int) -> None:
+        index = torch.randint(4000, (BATCH,))
+        s, a, r, next_s = (x[index] for x in (obs, action, reward, next_obs))
+        with torch.no_grad():
+            next_a, log_prob = agent.sample(next_s)
+            x, some = torch.cat((next_s, next_a), -1), torch.randperm(len(critics))[:2]
+            smallest = torch.min(*(targets[k](x).squeeze(-1) for k in some))
+            y = r + 0.99 * (smallest - agent.actor.log_temperature.exp() * log_prob)
+        x = torch.cat((s, a), -1)
+        for critic, optimizer in zip(critics, optimizers, strict=True):
+            optimizer.zero_grad()
+            mse(critic(x).squeeze(-1), y).backward()
+            optimizer.step()
+        if i % args.policy_delay == 0:
+            new_a, log_prob = agent.sample(s)
+            x = torch.cat((s, new_a), -1)
+            value = sum(critic(x).squeeze(-1) for critic in critics) / len(critics)
+            actor_optimizer.zero_grad()
+            loss = (agent.actor.log_temperature.detach().exp() * log_prob - value).mean()
+            (loss + redq.temperature_loss(agent, log_prob.detach())).backward()
+            actor_optimizer.step()
+        with torch.no_grad():
+            for critic, target in zip(critics, targets, strict=True):
+                for ours, theirs in zip(critic.parameters(), target.parameters(), strict=True):
+                    theirs.lerp_(ours, 0.005)
+
+    return step
+
+
+def memory_of_a_replay_buffer() -> Contenders:
+    """A million transitions of HalfCheetah's sizes: what the process grows by, and what it must."""
+    numbers = {"obs": (OBS,), "action": (ACT,), "reward": (), "next_obs": (OBS,)}
+    rollout = {name: torch.ones(1000, 4, *shape) for name, shape in numbers.items()}
+    rollout |= dict.fromkeys(("terminated", "done"), torch.zeros(1000, 4, dtype=torch.bool))
+    run = SimpleNamespace(device=torch.device("cpu"), args=sac_script.Args())
+    row = sum(x[0, 0].numel() * x.element_size() for x in rollout.values())
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    def held() -> float:
+        before = resident()
+        replay = ReplayBuffer(run, rollout, 1_000_000)
+        for _ in range(250):
+            replay.add(rollout)
+        return resident() - before
+
+    return {"CraneRL, resident memory": held, "what it must hold": lambda: 1_000_000 * row}
+
+
 def stable_baselines_sac(threads: int, seconds: float) -> Callable[[], float]:
     from stable_baselines3 import SAC
 
@@ -601,6 +666,17 @@ def sac(options: Options) -> Iterator[tuple[str, str, Contenders]]:
         what = f"Stable-Baselines3 SAC, {threads} torch thread{'s' if threads > 1 else ''}"
         turns[what] = stable_baselines_sac(threads, options.seconds)
     yield "SAC updates", "updates/s", turns
+    steppers = {
+        "CraneRL redq.py --bf16": sac_stepper(bf16=True, script=redq),
+        "CraneRL redq.py --no-bf16": sac_stepper(bf16=False, script=redq),
+        "ten critics one after another, fp32": looped_redq_stepper(),
+    }
+    turns = {
+        what: lambda step=step: per_second(step, 1, options.seconds)
+        for what, step in steppers.items()
+    }
+    yield "REDQ updates, ten critics", "updates/s", turns
+    yield "A replay buffer of a million transitions", "bytes", memory_of_a_replay_buffer()
 
 
 def workers(options: Options) -> Iterator[tuple[str, str, Contenders]]:
