@@ -91,7 +91,7 @@ class Args(RunArgs):
     """gradients longer than this are shortened to it"""
     recurrent: bool = False
     """agents remember (GRU): slower, for where they do not see all that counts"""
-    hidden_size: int = 128
+    hidden_size: int = 64
     """width of the agents' layers"""
 
 
