@@ -329,5 +329,5 @@ def test_picture_shows_the_env_asked_for(name):
 
 
 def test_unknown_options_are_refused():
-    with pytest.raises(TypeError, match="gravity"):
+    with pytest.raises(ValueError, match="gravity"):
         make("CartPole", 1, gravity=1.0)
