@@ -53,7 +53,7 @@ class Args(RunArgs):
     """steps of each environment in a rollout"""
     learning_rate: float = 3e-3
     """of RAdam, annealed linearly to zero"""
-    epochs: int = 4
+    epochs: int = 8
     """passes over each rollout"""
     minibatch_size: int = 128
     """transitions of one gradient step"""
