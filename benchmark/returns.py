@@ -159,7 +159,8 @@ def table(path: Path) -> None:
     for (command, steps), returns in sorted(groups.items()):
         spread = statistics.stdev(returns) if len(returns) > 1 else 0.0
         figures = (statistics.mean(returns), statistics.median(returns), spread, min(returns))
-        numbers = " | ".join(f"{figure:.0f}" for figure in figures)
+        decimals = 0 if abs(figures[0]) >= 100 else 2
+        numbers = " | ".join(f"{figure:.{decimals}f}" for figure in figures)
         print(f"| `{command}` | {steps} | {len(returns)} | {numbers} |")
 
 
