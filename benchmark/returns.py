@@ -152,8 +152,10 @@ def table(path: Path) -> None:
     with open(path, newline="") as file:
         for row in csv.DictReader(file):
             command = shlex.split(row["command"])
-            at = command.index("--seed")
-            key = (shlex.join(command[:at] + command[at + 2 :]), row["steps"])
+            if "--seed" in command:
+                at = command.index("--seed")
+                del command[at : at + 2]
+            key = (shlex.join(command), row["steps"])
             groups.setdefault(key, []).append(float(row["return"]))
     print("| command | steps | seeds | mean | median | sd | worst |\n|---|---|---|---|---|---|---|")
     for (command, steps), returns in sorted(groups.items()):
