@@ -247,8 +247,8 @@ def test_the_picture_shows_where_they_are(name):
     assert not np.array_equal(picture, env.render(0))
 
 
-def scripted(env) -> torch.Tensor:
-    """SpeakerListener's listener, if it knew the goal, and Spread's agents, if they agreed."""
+def scripted(env, listens: bool = True) -> torch.Tensor:
+    """SpeakerListener's listener, if it knew the goal, or nothing; Spread's, if they agreed."""
     if env.num_agents == 3:  # each has a landmark, so that their ways add up to the least
         orders = torch.tensor(list(itertools.permutations(range(3))))  # (6, A)
         ways = env.landmark[:, orders] - env.position.unsqueeze(1)  # (N, 6, A, 2)
@@ -256,6 +256,7 @@ def scripted(env) -> torch.Tensor:
         way = ways[torch.arange(len(best)), best] - 0.4 * env.velocity
     else:
         goal = env.landmark.gather(1, env.goal.view(-1, 1, 1).expand(-1, 1, 2))
+        goal = goal if listens else env.landmark.mean(1, keepdim=True)
         way = goal - env.position[:, 1:] - 0.4 * env.velocity[:, 1:]  # from where it would glide to
     along_x, x, y = way.abs()[..., 0] > way.abs()[..., 1], way[..., 0] > 0, way[..., 1] > 0
     move = torch.where(along_x, 1 + x.int(), 3 + y.int())
@@ -272,6 +273,7 @@ def scripted(env) -> torch.Tensor:
         ("SpreadContinuous", "random", 1.6),
         ("SpeakerListener", "random", 4.5),
         ("SpeakerListener", "scripted", 1.2),
+        ("SpeakerListener", "not listening", 1.6),
         ("SpeakerListenerContinuous", "random", 4.5),
     ],
 )
@@ -281,8 +283,8 @@ def test_returns_of_simple_policies(name, policy, error):
     env.reset()
     sizes, chance = env.action_mask.sum(1), torch.Generator().manual_seed(0)
     for _ in range(25):
-        if policy == "scripted":
-            actions = scripted(env)
+        if policy in ("scripted", "not listening"):
+            actions = scripted(env, policy == "scripted")
         elif env.continuous:
             actions = torch.rand(env.action_space.shape, generator=chance)
         else:
