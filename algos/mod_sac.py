@@ -13,7 +13,8 @@ every second while it is large (λ → 0): two time scales, of which the slower 
     python algos/mod_sac.py --env HalfCheetah
 
 What differs from sac.py:
-- `critics_reliability`: λ; `update`: whether it is the policy's turn.
+- `critics_reliability`: λ; `update`: whether it is the policy's turn (on a GPU the one question of
+  an update that waits for the device).
 - L(Q) has the unit of a squared return, so what is "large" depends on the rewards: where they are
   large λ is 0, and --reward-scale decides.
 """

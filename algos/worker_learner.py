@@ -67,6 +67,7 @@ import vec_envs
 from vec_envs.core import available_cores
 
 MAX_RESTARTS = 3  # of a child process that dies, before the run gives up
+LONGEST_COMPILED = 16  # steps of a rollout, which the compiler writes out one after another
 LONGEST_EVALUATION = 20_000  # steps, for environments whose episodes need not end
 
 
@@ -102,8 +103,9 @@ class RunArgs:
     """episodes of one evaluation"""
     checkpoint_every: int = 100_000
     """steps between checkpoints"""
-    compile: Literal["none", "default", "graphs"] = "none"
-    """torch.compile of the update: default, or with CUDA graphs (GPU only)"""
+    compile: Literal["none", "rollout", "default", "graphs"] = "none"
+    """torch.compile of rollouts (to 16 steps, in environments of tensor operations); default: and
+    of losses; graphs: and with CUDA graphs (GPU only)"""
 
 
 RUN_LIMITS = {
@@ -161,7 +163,12 @@ class Run:
                 raise UserError(f"--nproc-per-node is more than this machine's GPUs, {count}")
             torch.cuda.set_device(index)
         if args.compile == "graphs" and args.device == "cpu":
-            raise UserError("--compile is graphs, which needs --device cuda; use none or default")
+            raise UserError(
+                "--compile is graphs, which needs --device cuda; use rollout or default"
+            )
+        compilers = os.environ.get("CXX", "c++"), "g++", "clang++"
+        if args.compile != "none" and not any(map(shutil.which, compilers)):
+            raise UserError(f"--compile is {args.compile}, which needs a C++ compiler; use none")
         if not args.num_envs:
             args = dataclasses.replace(args, num_envs=64 if args.device == "cpu" else 4096)
         if args.num_workers > args.num_envs:
@@ -347,14 +354,13 @@ class Run:
         self._handlers.clear()
 
     def compile(self, function: Callable) -> Callable:
-        """`function` under torch.compile as --compile says."""
-        if self.args.compile == "none":
+        """A loss `function` under torch.compile as --compile says."""
+        if self.args.compile in ("none", "rollout"):
             return function
         if self.learners > 1:  # what learners tell each other interrupts what is compiled
             global _group_mean
             _group_mean = torch.compiler.disable(_group_mean)
-        mode = "reduce-overhead" if self.args.compile == "graphs" else "default"
-        return torch.compile(function, mode=mode)
+        return _compiled(function, self.args)
 
     # Files.
 
@@ -621,9 +627,11 @@ class Run:
 
     def check_rollout(self, rollout: dict[str, Tensor]) -> None:
         """UserError that names the first NaN or infinity in a rollout (time, env, ...)."""
-        wrong = {k: ~v.isfinite() for k, v in rollout.items() if v.is_floating_point()}
-        if not torch.stack([mask.any() for mask in wrong.values()]).any():  # one transfer for all
+        floats = {name: x for name, x in rollout.items() if x.is_floating_point()}
+        zeros = torch.stack([(x - x).sum() for x in floats.values()])  # NaN where x is not finite
+        if zeros.sum() == 0:  # one transfer for all
             return
+        wrong = {name: ~x.isfinite() for name, x in floats.items()}
         firsts = {name: mask.nonzero()[0].tolist() for name, mask in wrong.items() if mask.any()}
         name = min(firsts, key=lambda name: firsts[name][0])
         index = tuple(firsts[name])
@@ -791,10 +799,13 @@ class Workers:
         }
         self._agent = agent
         if not self.args.num_workers:
+            self._collect = _compiled_collect(self._collect, self.envs, self.args, horizon)
             self.envs.reset()
             return self._rollout
         self.envs.close()
         self._shared_agent = copy.deepcopy(agent).cpu().share_memory()
+        states = agent.state_dict().values(), self._shared_agent.state_dict().values()
+        self._weights = list(zip(*states, strict=True))  # (ours, theirs) of each tensor
         self._shared = {k: v.cpu().clone().share_memory_() for k, v in self._rollout.items()}
         count = self.args.num_workers
         edges = [self.args.num_envs * i // count for i in range(count + 1)]
@@ -839,7 +850,8 @@ class Workers:
         return self._rollout
 
     def _ask_children(self) -> None:
-        _copy_weights(self._agent, self._shared_agent)
+        for ours, theirs in self._weights:
+            theirs.copy_(ours)
         for child in self._children:
             child.ask("collect")
         self._asked = True
@@ -864,10 +876,20 @@ def _worker_main(pipe, restart, collect, agent, columns, args, index) -> None:
     seed = args.seed + 1_000_003 * (index + 1) + 7919 * restart
     torch.manual_seed(seed)
     envs = _make_envs(args, seed, "cpu")
+    collect = _compiled_collect(collect, envs, args, len(columns["done"]))
     envs.reset()
     while pipe.recv() == "collect":
         collect(agent, envs, columns)
         pipe.send("collected")
+
+
+def _compiled_collect(
+    collect: Callable, envs: vec_envs.VecEnv, args: RunArgs, horizon: int
+) -> Callable:
+    if args.compile == "none" or not envs.compilable or horizon > LONGEST_COMPILED:
+        return collect
+    envs.looks = False
+    return _compiled(collect, args)
 
 
 class Evaluator:
@@ -1008,9 +1030,11 @@ class ReplayBuffer:
         fit = min(horizon, self.capacity_rows - self.position)  # the rest goes to the beginning
         for part, start in ((slice(0, fit), self.position), (slice(fit, horizon), 0)):
             end = start + part.stop - part.start
+            if start == end:
+                continue
             for name, tensor in self.data.items():
                 tensor[start:end] = rollout[name][part]
-            if self.prioritized and start < end:
+            if self.prioritized:
                 low, high = start * self.num_envs, end * self.num_envs
                 self.priority.view(-1)[low:high] = self.largest
                 touched = slice(low // PRIORITY_BLOCK, -(-high // PRIORITY_BLOCK))
@@ -1038,7 +1062,7 @@ class ReplayBuffer:
             newest = (self.position - 1) % self.capacity_rows
             stop = self._flat["done"][path] | (path // self.num_envs == newest)
             reached = (~stop).cumprod(1).roll(1, 1)  # (B, n): no stop before this step
-            reached[:, 0] = 1
+            reached[:, 0].fill_(1)
             steps = reached.sum(1)
             last = path.gather(1, steps.unsqueeze(1) - 1).squeeze(1)
             batch["reward"] = (self._flat["reward"][path] * reached * self._powers[:-1]).sum(1)
@@ -1417,12 +1441,9 @@ def flatten(agent: nn.Module) -> nn.Parameter:
     return vector
 
 
-def _copy_weights(source: nn.Module, target: nn.Module) -> None:
-    with torch.no_grad():
-        for ours, theirs in zip(
-            source.state_dict().values(), target.state_dict().values(), strict=True
-        ):
-            theirs.copy_(ours)
+def _compiled(function: Callable, args: RunArgs) -> Callable:
+    mode = "reduce-overhead" if args.compile == "graphs" else "default"
+    return torch.compile(function, mode=mode)
 
 
 def _what_fits(thing: Any, saved: dict[str, Any]) -> dict[str, Any]:

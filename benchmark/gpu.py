@@ -33,17 +33,16 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, get_args, get_type_hints
+from typing import Literal
 
 import torch
 import tyro
 from returns import RESULTS, ROOT, commit
 
 import vec_envs
-from algos.worker_learner import RunArgs
 
 LEVELS = (3000, 5000, 6000)
-MODES = get_args(get_type_hints(RunArgs)["compile"])  # of --compile; the first is eager
+MODES = "none", "default", "graphs"  # of --compile; the first is eager
 COLUMNS = ("section", "what", "seconds", "value", "unit", "note", "device", "versions", "commit")
 COLUMNS += ("date", "command")
 SHORTEST = 15  # seconds; with less left, a measurement is not begun

@@ -1,5 +1,6 @@
-"""Worker processes collect what the same environments would have given in this process."""
+"""Worker processes, and compiled rollouts, collect what the same envs would have given here."""
 
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 
 import vec_envs
 from algos import ppo, sac
-from algos.worker_learner import Workers
+from algos.worker_learner import RunArgs, Workers
 
 HORIZON, ROLLOUTS = 30, 3
 
@@ -50,3 +51,48 @@ def test_workers_collect_what_the_same_envs_would_here(module):
             module.collect(agent, envs, ours)
             for name, tensor in ours.items():
                 assert torch.equal(tensor, theirs[name][:, columns]), (index, number, name)
+
+
+class Sign(torch.nn.Module):
+    """A policy without noise: a discrete action, by the sign of what is seen."""
+
+    def forward(self, obs):
+        return (obs.sum(-1) > 0).long()
+
+
+@torch.no_grad()
+def collect(agent, envs, rollout):
+    for t in range(len(rollout["obs"])):
+        rollout["obs"][t] = envs.obs
+        _, reward, terminated, truncated, info = envs.step(agent(envs.obs))
+        rollout["reward"][t] = reward
+        rollout["next_obs"][t] = info["final_obs"]
+        rollout["done"][t] = terminated | truncated
+        rollout["episode_return"][t] = info["episode_return"]
+        rollout["episode_length"][t] = info["episode_length"]
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
+@pytest.mark.parametrize("env", ["CartPole", "MountainCar", "Spread"])
+def test_a_compiled_rollout_is_what_the_same_envs_would_give(env):
+    """But for the restart of an episode, whose random numbers are others."""
+    rollouts = []
+    for how in ("none", "rollout"):
+        args = RunArgs(env=env, num_envs=4, device="cpu", compile=how)
+        run = SimpleNamespace(args=args, device=torch.device("cpu"), check_rollout=lambda x: None)
+        workers = Workers(run, collect, multi_agent=env == "Spread")
+        workers.start(Sign(), 3)
+        workers.envs._lengths[1] = workers.envs.max_episode_steps - 2  # a time limit inside
+        rollouts.append({name: x.clone() for name, x in workers.collect().items()})
+        assert workers.envs.looks == (how == "none")
+    eager, compiled = rollouts
+    assert eager["done"].nonzero().tolist() == compiled["done"].nonzero().tolist() == [[1, 1]]
+    for name in eager:
+        torch.testing.assert_close(eager[name][:2], compiled[name][:2], atol=1e-6, rtol=1e-6)
+        rest = (slice(None), [0, 2, 3])
+        torch.testing.assert_close(eager[name][rest], compiled[name][rest], atol=1e-6, rtol=1e-6)
+    assert compiled["episode_length"][2, 1] == 1
+    first = compiled["obs"][2, 1]  # of the next episode
+    assert not torch.equal(first, compiled["next_obs"][1, 1])
+    if env == "CartPole":
+        assert 0 < first.abs().max() <= 0.05

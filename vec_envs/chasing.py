@@ -57,6 +57,7 @@ class Chasing(VecEnv):
     catch_distance = 1.0
 
     # Step 2a. What state_dict() saves and load_state_dict() restores, besides core.py's own.
+    compilable = True  # nothing below asks for a number: --compile can take the whole rollout
     state_names = ("robot_position", "robot_velocity", "agent_position", "agent_velocity")
 
     def __init__(

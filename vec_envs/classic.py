@@ -8,7 +8,7 @@ actions have the same consequences.
 The whole simulator state of an env is one row of `state` (N, state_dim): float64 on a CPU, as in
 Gymnasium (float32 where Gymnasium rounds to it), and float32 on a GPU. The equations are written
 for arrays of `xp`, which is NumPy on a CPU, whose calls on a few numbers take a third of torch's
-time, and torch on a GPU.
+time, and torch on a GPU and where a rollout is compiled.
 
 Source: gymnasium/envs/classic_control/*.py, Farama Foundation, MIT licence.
 """
@@ -34,6 +34,7 @@ class ClassicEnv(VecEnv):
     """
 
     state_names = ("state",)
+    compilable = True
     gymnasium_id: str
     cpu_dtype = torch.float64
 
@@ -56,10 +57,12 @@ class ClassicEnv(VecEnv):
             single_action_space,
             max_episode_steps,
         )
-        on_cpu = self.device.type == "cpu"
-        self.dtype = self.cpu_dtype if on_cpu else torch.float32
-        self.xp = np if on_cpu else torch
+        self.dtype = self.cpu_dtype if self.device.type == "cpu" else torch.float32
         self.state = torch.zeros(num_envs, state_dim, dtype=self.dtype, device=self.device)
+
+    @property
+    def xp(self) -> Any:
+        return np if self.looks else torch
 
     def _initial_state(self) -> Tensor:
         """A fresh first state for every env -> (N, state_dim)."""

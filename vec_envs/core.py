@@ -71,6 +71,7 @@ class VecEnv(VectorEnv):
     metadata = {"autoreset_mode": AutoresetMode.SAME_STEP, "render_modes": ["rgb_array"]}
     state_names: tuple[str, ...] = ()
     exact_resume = True  # `state_dict` holds everything (not so for Gymnasium's own envs)
+    compilable = False  # a step is operations on tensors alone, which torch.compile understands
     num_agents: int | None = None  # one agent, and no axis for it
     known_returns: dict[str, float] = {}  # of simple policies, to tell what a return is worth
 
@@ -94,8 +95,10 @@ class VecEnv(VectorEnv):
         self.single_action_space = single_action_space
         self.observation_space = batch_space(single_observation_space, num_envs)
         self.action_space = batch_space(single_action_space, num_envs)
-        self.generator = torch.Generator(self.device)
-        self.generator.manual_seed(seed)
+        # May a step look into its data? Free on a CPU, a stall on a GPU; not when it is compiled.
+        self.looks = self.device.type == "cpu"
+        self._generator = torch.Generator(self.device)
+        self._generator.manual_seed(seed)
         self.obs: Tensor | None = None  # (N, obs_dim): what the next action answers to
         self._returns = torch.zeros(num_envs, device=self.device)
         self._lengths = torch.zeros(num_envs, dtype=torch.int64, device=self.device)
@@ -138,8 +141,7 @@ class VecEnv(VectorEnv):
         lengths = self._lengths + 1
         truncated = lengths >= self.max_episode_steps
         done = terminated | truncated
-        # Asking "is anyone done?" is free on a CPU and a stall on a GPU: there, always restart.
-        if self.device.type != "cpu" or bool(done.any()):
+        if not self.looks or bool(done.any()):  # without a look: always restart, who must
             self._restart(done)
             ended = done.view(-1, *[1] * (final_obs.dim() - 1))
             self.obs = torch.where(ended, self._observe(), final_obs)
@@ -170,14 +172,18 @@ class VecEnv(VectorEnv):
         else:
             allowable = torch.isfinite(action)
             allowed = "finite numbers"
-        # on a GPU the look would stall every step
-        if self.device.type == "cpu" and not allowable.all():
+        if self.looks and not allowable.all():
             index = tuple((~allowable).nonzero()[0].tolist())
             raise ValueError(
                 f"{self.name}: the action at index {index} is {action[index].item()}, "
                 f"allowed are {allowed}"
             )
         return action
+
+    @property
+    def generator(self) -> torch.Generator | None:
+        """The env's own random generator; torch's, which None stands for, in what is compiled."""
+        return None if torch.compiler.is_compiling() else self._generator
 
     def state_dict(self) -> dict[str, Any]:
         """Everything the future of the envs depends on, as tensors that a checkpoint can hold."""
@@ -271,9 +277,7 @@ class MultiAgentVecEnv(VecEnv):
 
     def check_action(self, action: Tensor) -> Tensor:
         action = super().check_action(action)
-        if self.device.type != "cpu" or not isinstance(
-            self.single_action_space, gymnasium.spaces.Discrete
-        ):
+        if not self.looks or not isinstance(self.single_action_space, gymnasium.spaces.Discrete):
             return action
         excess = action >= self.action_mask.sum(1)  # an agent's own actions come first
         if excess.any():

@@ -1,0 +1,134 @@
+"""Collecting and learning never wait for the device: no number is asked of it on the way.
+
+On a GPU `torch.cuda.set_sync_debug_mode` raises an error there. Without one, the questions are seen
+as operations: what a script does is the same code, only an environment's step is not.
+"""
+
+import functools
+import importlib
+
+import pytest
+import torch
+
+import vec_envs
+from algos import worker_learner
+from tests.test_classic import Watch
+from tests.test_scripts import RUNS
+
+SMALL = {"total_steps": 320, "num_envs": 4, "horizon": 16, "hidden_size": 8, "warmup_steps": 64}
+SMALL |= {"batch_size": 8, "minibatch_size": 32, "buffer_size": 256, "updates": 2, "epochs": 2}
+SMALL |= {"log_every": 64, "prioritized": True, "n_step": 2}
+
+
+class NoEvaluator:
+    """In place of a process, of which this test has no need."""
+
+    pending, busy = (), False
+
+    def __init__(self, *arguments):
+        pass
+
+    def submit(self, *arguments):
+        pass
+
+    def results(self, wait=0.0):
+        return []
+
+    close = submit
+
+
+class Guard:
+    """Between `on` and `off` nothing may be asked of the device; `allow`ed functions may."""
+
+    def __init__(self, device: str):
+        self.device, self.active, self.watch = device, False, Watch()
+
+    def on(self):
+        self.active = True
+        if self.device == "cuda":
+            torch.cuda.set_sync_debug_mode("error")
+        else:
+            self.watch.__enter__()
+
+    def off(self):
+        self.active = False
+        if self.device == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+        else:
+            self.watch.__exit__(None, None, None)
+
+    def allow(self, function):
+        @functools.wraps(function)
+        def allowed(*arguments, **named):
+            if not self.active:
+                return function(*arguments, **named)
+            self.off()
+            try:
+                return function(*arguments, **named)
+            finally:
+                self.on()
+
+        return allowed
+
+
+def train_guarded(script: str, env: str, device: str, folder, monkeypatch) -> set[str]:
+    """Train for a few rollouts -> what was asked of the device but by logging and saving."""
+    module, guard = importlib.import_module(f"algos.{script}"), Guard(device)
+    run_class = worker_learner.Run
+    monkeypatch.setattr(worker_learner, "Evaluator", NoEvaluator)
+    for name in ("log", "log_episodes", "evaluate", "checkpoint", "check_rollout"):
+        monkeypatch.setattr(run_class, name, guard.allow(getattr(run_class, name)))
+    if device == "cpu":  # these ask there: is anybody done, how many steps, are there such classes
+        for place, name in (
+            (vec_envs.VecEnv, "step"),
+            (torch.optim.RAdam, "step"),
+            (torch.nn.functional, "one_hot"),
+        ):
+            monkeypatch.setattr(place, name, guard.allow(getattr(place, name)))
+    start, finish = run_class.start, run_class.finish
+
+    def start_guarded(*arguments, **named):
+        step = start(*arguments, **named)
+        guard.on()
+        return step
+
+    def finish_unguarded(*arguments):
+        guard.off()
+        return finish(*arguments)
+
+    monkeypatch.setattr(run_class, "start", start_guarded)
+    monkeypatch.setattr(run_class, "finish", finish_unguarded)
+    small = {k: v for k, v in SMALL.items() if hasattr(module.Args, k)}
+    try:
+        module.train(module.Args(env=env, device=device, run_dir=str(folder), **small))
+    finally:
+        if guard.active:
+            guard.off()
+    return guard.watch.seen
+
+
+@pytest.mark.parametrize(("script", "env"), [run for run in RUNS if run[0] != "mod_sac"])
+def test_nothing_is_asked_of_the_device(script, env, tmp_path, monkeypatch):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    assert not train_guarded(script, env, device, tmp_path / "run", monkeypatch)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there it is an error instead")
+def test_mod_sac_asks_whose_turn_it_is(tmp_path, monkeypatch):
+    seen = train_guarded("mod_sac", "Pendulum", "cpu", tmp_path / "run", monkeypatch)
+    assert seen == {"_local_scalar_dense"}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there it is an error instead")
+def test_a_question_would_be_seen(tmp_path, monkeypatch):
+    module = importlib.import_module("algos.ppo")
+    update = module.update
+
+    def curious(*arguments):
+        losses = update(*arguments)
+        next(iter(losses.values())).mean().item()
+        return losses
+
+    monkeypatch.setattr(module, "update", curious)
+    seen = train_guarded("ppo", "CartPole", "cpu", tmp_path / "run", monkeypatch)
+    assert seen == {"_local_scalar_dense"}
