@@ -6,7 +6,7 @@ each counts may depend on the state s and on the others:
 
     Q_tot(h, a, s) = w₂(s)ᵀ elu( W₁(s) [Q_1 … Q_A] + b₁(s) ) + b₂(s) ,     W₁, w₂ ≥ 0
     ∂Q_tot / ∂Q_i ≥ 0
-    L(θ)           = E[ w ( Q_tot(h_t, a_t, s_t) − y_t )² ]                y_t as in vdn.py
+    L(θ)           = E[ w α ( Q_tot(h_t, a_t, s_t) − y_t )² ]           y_t and α as in vdn.py
 
     python algos/qmix.py --env Spread
     python algos/qmix.py --env lbforaging:Foraging-8x8-2p-2f-coop-v3
@@ -71,6 +71,8 @@ class Args(RunArgs):
     """of Adam, annealed linearly to zero"""
     discount: float = 0.9
     """γ: an episode of 25 steps that is cut off, not over, has values of 1 / (1 − γ) rewards"""
+    lowering_weight: float = 1.0
+    """α: weight of errors that lower a value, beside those that raise one; 1: no optimism"""
     td_lambda: float = 0.5
     """λ: 0 trusts the target network after one step, 1 the rewards until the stretch ends"""
     double_q: bool = True
@@ -93,7 +95,7 @@ class Args(RunArgs):
 
 LIMITS = {
     **dict.fromkeys(("horizon", "updates", "batch_size", "replay_size", "hidden_size"), (1, None)),
-    **dict.fromkeys(("discount", "td_lambda", "target_update"), (0, 1)),
+    **dict.fromkeys(("discount", "td_lambda", "target_update", "lowering_weight"), (0, 1)),
     "mixing_size": (1, None),
     **dict.fromkeys(("final_epsilon", "exploration_fraction"), (0, 1)),
     "max_grad_norm": (1e-9, None),
@@ -366,11 +368,12 @@ def td_target(agent: Agent, target: Agent, batch: dict, memories: Tensor, args: 
 
 
 def td_loss(agent: Agent, target: Agent, batch: dict, weight: Tensor, args: Args):
-    """E[ w ( Q_tot − y )² ] of some stretches -> the loss, the TD errors (T, B), what to log."""
+    """E[ w α ( Q_tot − y )² ] of some stretches -> the loss, the TD errors (T, B), what to log."""
     q, memories = agent.unroll(batch["obs"], batch["hidden"][0], batch["done"])
     q = q.gather(-1, batch["action"].unsqueeze(-1)).squeeze(-1)  # (T, B, A)
     value = agent.mix(q * batch["alive"], batch["state"])  # (T, B); the dead add nothing
     error = value - td_target(agent, target, batch, memories.detach(), args)
+    weight = torch.where(error > 0, args.lowering_weight * weight, weight)  # (T, B), w α
     loss = (weight * error.square()).mean()
     return loss, error.detach(), {"td": loss, "value": value.mean()}
 

@@ -7,7 +7,8 @@ joint action is everybody's own best one, and nobody needs the others to find it
     Q_tot(h, a) = Σ_i Q_i(h^i, a^i)
     y_t    = r_t + γ (1 − terminated_t) [ (1 − λ (1 − done_t)) q_{t+1} + λ (1 − done_t) y_{t+1} ]
     q_t+1  = Q̄_tot(h', argmax_a Q(h', a))              double Q-learning; Q̄: the target network
-    L(θ)   = E[ w ( Q_tot(h_t, a_t) − y_t )² ]                r: the sum of all agents' rewards
+    L(θ)   = E[ w α ( Q_tot(h_t, a_t) − y_t )² ]              r: the sum of all agents' rewards
+    α      = 1 where the value is too low, less where it is too high (Rashid 2020, arXiv:2006.10800)
 
     python algos/vdn.py --env Spread
     python algos/vdn.py --env lbforaging:Foraging-8x8-2p-2f-coop-v3
@@ -28,6 +29,8 @@ What makes it work, each where it stands:
   (Kapturowski 2019, R2D2); where an episode ends inside, the memory begins anew.
 - `td_loss`: a truncated episode bootstraps from its true last observation, a terminated one does
   not. --prioritized draws stretches by their TD errors, --td-lambda looks further than a step.
+- `td_loss`, α: where it takes two, an agent that does its part earns nothing while the other does
+  not; a value that falls as readily as it rises unlearns the part before both have found it.
 - `RewardScaler`: values of order one, whatever an environment pays.
 """
 
@@ -78,6 +81,8 @@ class Args(RunArgs):
     discount: float = 0.95
     """γ: near 1 the values, of 1 / (1 − γ) rewards, are learnt late; far from it, what comes after
     the first success counts for nothing"""
+    lowering_weight: float = 0.3
+    """α: weight of errors that lower a value, beside those that raise one; 1: no optimism"""
     td_lambda: float = 0.5
     """λ: 0 trusts the target network after one step, 1 the rewards until the stretch ends"""
     double_q: bool = True
@@ -98,7 +103,7 @@ class Args(RunArgs):
 
 LIMITS = {
     **dict.fromkeys(("horizon", "updates", "batch_size", "replay_size", "hidden_size"), (1, None)),
-    **dict.fromkeys(("discount", "td_lambda", "target_update"), (0, 1)),
+    **dict.fromkeys(("discount", "td_lambda", "target_update", "lowering_weight"), (0, 1)),
     **dict.fromkeys(("final_epsilon", "exploration_fraction"), (0, 1)),
     "max_grad_norm": (1e-9, None),
 }
@@ -338,11 +343,12 @@ def td_target(agent: Agent, target: Agent, batch: dict, memories: Tensor, args: 
 
 
 def td_loss(agent: Agent, target: Agent, batch: dict, weight: Tensor, args: Args):
-    """E[ w ( Q_tot − y )² ] of some stretches -> the loss, the TD errors (T, B), what to log."""
+    """E[ w α ( Q_tot − y )² ] of some stretches -> the loss, the TD errors (T, B), what to log."""
     q, memories = agent.unroll(batch["obs"], batch["hidden"][0], batch["done"])
     q = q.gather(-1, batch["action"].unsqueeze(-1)).squeeze(-1)  # (T, B, A)
     value = agent.mix(q * batch["alive"])  # (T, B); the dead add nothing
     error = value - td_target(agent, target, batch, memories.detach(), args)
+    weight = torch.where(error > 0, args.lowering_weight * weight, weight)  # (T, B), w α
     loss = (weight * error.square()).mean()
     return loss, error.detach(), {"td": loss, "value": value.mean()}
 

@@ -64,7 +64,7 @@ from torch import Tensor, distributed, nn
 from tqdm import tqdm
 
 import vec_envs
-from vec_envs.core import available_cores
+from vec_envs.core import Elsewhere, available_cores
 
 MAX_RESTARTS = 3  # of a child process that dies, before the run gives up
 LONGEST_COMPILED = 16  # steps of a rollout, which the compiler writes out one after another
@@ -89,6 +89,8 @@ class RunArgs:
     """seed of everything that is random"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """where networks and simulation run (auto: the GPU where there is one)"""
+    env_device: Literal["same", "cpu", "cuda"] = "same"
+    """where environments simulate, if not where the networks are (workers: on the CPU)"""
     num_workers: int = 0
     """processes that collect (0: this one, right for GPU and MuJoCo environments)"""
     env_threads: int = 0
@@ -153,8 +155,12 @@ class Run:
         if self.resumed:
             args = _saved_args(args, self.script)
         check_args(args, {**RUN_LIMITS, **(limits or {})})
-        if args.device == "cuda" and not torch.cuda.is_available():
-            raise UserError("--device is cuda, but torch finds no CUDA device; use cpu or auto")
+        for flag, device in (("--device", args.device), ("--env-device", args.env_device)):
+            if device == "cuda" and not torch.cuda.is_available():
+                other = "auto" if flag == "--device" else "same"
+                raise UserError(
+                    f"{flag} is cuda, but torch finds no CUDA device; use cpu or {other}"
+                )
         if args.device == "auto":
             args = dataclasses.replace(args, device="cuda" if torch.cuda.is_available() else "cpu")
         if args.device == "cuda" and self.learners > 1:
@@ -170,7 +176,8 @@ class Run:
         if args.compile != "none" and not any(map(shutil.which, compilers)):
             raise UserError(f"--compile is {args.compile}, which needs a C++ compiler; use none")
         if not args.num_envs:
-            args = dataclasses.replace(args, num_envs=64 if args.device == "cpu" else 4096)
+            where = args.device if args.env_device == "same" else args.env_device
+            args = dataclasses.replace(args, num_envs=64 if where == "cpu" else 4096)
         if args.num_workers > args.num_envs:
             raise UserError(
                 f"--num-workers is {args.num_workers}, more than --num-envs, {args.num_envs}"
@@ -758,7 +765,8 @@ class Workers:
         self._run = run
         args = run.args
         one = dataclasses.replace(args, num_envs=1) if args.num_workers else args
-        device = "cpu" if args.num_workers else run.device
+        same = run.device if args.env_device == "same" else torch.device(args.env_device)
+        device = torch.device("cpu") if args.num_workers else same
         self.envs = _make_envs(one, args.seed, device)
         if multi_agent != (self.envs.num_agents is not None):
             many, script = self.envs.num_agents or 1, run.script
@@ -766,9 +774,10 @@ class Workers:
             raise UserError(f"--env {args.env} has {many} agent(s), but {script} is for {wants}")
         self.observation_space = self.envs.single_observation_space
         self.action_space = self.envs.single_action_space
-        self.exact_resume = (
-            not args.num_workers and self.device.type == "cpu" and self.envs.exact_resume
-        )
+        self._saves_envs = not args.num_workers and device.type == "cpu"
+        self.exact_resume = self._saves_envs and self.envs.exact_resume
+        if device.type != self.device.type and not args.num_workers:
+            self.envs = Elsewhere(self.envs, self.device)
         self._children: list[Child] = []
 
     def start(self, agent: nn.Module, horizon: int, **extra: tuple[int, ...]) -> dict[str, Tensor]:
@@ -857,8 +866,7 @@ class Workers:
         self._asked = True
 
     def state_dict(self) -> dict[str, Any]:
-        in_process = not self.args.num_workers and self.device.type == "cpu"
-        return self.envs.state_dict() if in_process else {}
+        return self.envs.state_dict() if self._saves_envs else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state:

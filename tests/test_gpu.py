@@ -14,6 +14,7 @@ import vec_envs
 from algos import worker_learner
 from tests.test_classic import Watch
 from tests.test_scripts import RUNS
+from vec_envs.core import Elsewhere
 
 SMALL = {"total_steps": 320, "num_envs": 4, "horizon": 16, "hidden_size": 8, "warmup_steps": 64}
 SMALL |= {"batch_size": 8, "minibatch_size": 32, "buffer_size": 256, "updates": 2, "epochs": 2}
@@ -111,6 +112,24 @@ def train_guarded(script: str, env: str, device: str, folder, monkeypatch) -> se
 def test_nothing_is_asked_of_the_device(script, env, tmp_path, monkeypatch):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     assert not train_guarded(script, env, device, tmp_path / "run", monkeypatch)
+
+
+@pytest.mark.parametrize(("script", "env"), [("ppo", "Pendulum"), ("mappo", "Spread")])
+@pytest.mark.parametrize("device", [None, "meta"])
+def test_all_that_environments_elsewhere_give_is_where_the_learner_is(script, env, device):
+    """On a "meta" device there are no numbers; with a GPU, from there to the CPU with numbers."""
+    if device is None and not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    here = torch.device(device or "cpu")
+    envs = Elsewhere(vec_envs.make(env, 3, "cpu" if device else "cuda"), here)
+    action = envs.single_action_space.sample()
+    action = torch.zeros(3, *((envs.num_agents,) if envs.num_agents else ()), *action.shape).long()
+    obs, _ = envs.reset(seed=1)
+    *results, info = envs.step(action)
+    given = [obs, *results, *info.values(), envs.obs]
+    given += [envs.state, envs.alive] if envs.num_agents else []
+    assert {x.device.type for x in given} == {here.type} == {envs.device.type}
+    assert envs.max_episode_steps == envs.envs.max_episode_steps and not envs.compilable
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there it is an error instead")

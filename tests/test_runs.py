@@ -889,6 +889,7 @@ def test_bad_input_is_one_sentence(stopped, tmp_path):
     ]
     if not torch.cuda.is_available():
         cases.append(("--device cuda", "--device", "cuda", "cpu"))
+        cases.append(("--env-device cuda", "--env-device", "cuda", "same"))
     empty = tmp_path / "empty"
     empty.mkdir()
     (tmp_path / "cases").write_text(json.dumps([arguments.split() for arguments, *_ in cases]))

@@ -130,7 +130,8 @@ def reference_loss(online, target, batch, weight, args):
                 if stop:
                     break
                 share, factor = share * args.td_lambda, factor * args.discount
-            total += weight[e].item() * (value[t] - y) ** 2
+            optimism = args.lowering_weight if value[t] > y else 1.0
+            total += weight[e].item() * optimism * (value[t] - y) ** 2
     return total / (steps * envs)
 
 
@@ -139,19 +140,20 @@ def reference_loss(online, target, batch, weight, args):
     [
         (vdn, {"recurrent": True, "td_lambda": 0.6}),
         (vdn, {"recurrent": False, "td_lambda": 0.0, "double_q": False}),
-        (qmix, {"recurrent": False, "td_lambda": 1.0, "mixing_size": 3}),
+        (qmix, {"recurrent": False, "td_lambda": 1.0, "mixing_size": 3, "lowering_weight": 0.5}),
     ],
 )
 def test_loss_and_gradient(script, options):
     agent, target, args = make_agent(script, discount=0.9, **options)
     batch, weight = random_batch(), torch.rand(2, dtype=torch.float64) + 0.5
+    batch["reward"] *= 5  # so that some values are too high and some too low
     loss, error, _ = script.td_loss(agent, target, batch, weight, args)
     loss.backward()
     online, fixed = Reference(agent), Reference(target)
     np.testing.assert_allclose(
         loss.item(), reference_loss(online, fixed, batch, weight, args), rtol=1e-10
     )
-    torch.testing.assert_close((weight * error.square()).mean(), loss.detach())
+    assert error.shape == batch["reward"].shape and (error > 0).any() and (error < 0).any()
     rng, step = np.random.default_rng(0), 1e-6
     for name, parameter in agent.named_parameters():
         array = online.w[name]

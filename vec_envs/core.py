@@ -289,6 +289,28 @@ class MultiAgentVecEnv(VecEnv):
         return action
 
 
+class Elsewhere:
+    """`envs` as a learner on another device sees them: what they give lies on `device`."""
+
+    compilable = False
+
+    def __init__(self, envs: VecEnv, device: torch.device | str):
+        self.envs, self.device = envs, torch.device(device)
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self.envs, name)
+        return value.to(self.device) if torch.is_tensor(value) else value
+
+    def reset(self, **options: Any) -> tuple[Tensor, dict]:
+        obs, info = self.envs.reset(**options)
+        return obs.to(self.device), info
+
+    def step(self, action: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, dict[str, Any]]:
+        *result, info = self.envs.step(action)  # who takes the action to their device
+        info = {name: value.to(self.device) for name, value in info.items()}
+        return *(x.to(self.device) for x in result), info
+
+
 def _padded(spaces: list) -> tuple[gymnasium.spaces.Space, Tensor]:
     """A space large enough for each of `spaces`, and which entries are whose (A, size)."""
     if isinstance(spaces[0], gymnasium.spaces.Discrete):
