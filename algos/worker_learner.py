@@ -46,6 +46,7 @@ import shutil
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 import zipfile
@@ -728,6 +729,7 @@ def _child_main(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(1)
+    tqdm.set_lock(threading.RLock())  # torch.compile uses tqdm, whose own lock is a semaphore
     try:
         function(pipe, restart, *arguments)
     except (EOFError, BrokenPipeError):  # the parent is gone

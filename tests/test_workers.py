@@ -1,6 +1,9 @@
 """Worker processes, and compiled rollouts, collect what the same envs would have given here."""
 
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +14,7 @@ from algos import ppo, sac
 from algos.worker_learner import RunArgs, Workers
 
 HORIZON, ROLLOUTS = 30, 3
+ROOT = Path(__file__).parent.parent
 
 
 @pytest.mark.parametrize("module", [ppo, sac])
@@ -96,3 +100,15 @@ def test_a_compiled_rollout_is_what_the_same_envs_would_give(env):
     assert not torch.equal(first, compiled["next_obs"][1, 1])
     if env == "CartPole":
         assert 0 < first.abs().max() <= 0.05
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
+def test_a_worker_that_compiled_leaves_nothing_behind(tmp_path):
+    command = [sys.executable, ROOT / "algos" / "dqn.py", "--num-envs", "2", "--num-workers", "1"]
+    command += ["--compile", "rollout", "--total-steps", "1500", "--eval-episodes", "1"]
+    done = subprocess.run(
+        [*command, "--run-dir", tmp_path / "run"], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Done: 1500 steps" in done.stdout
+    assert "leaked" not in done.stderr
