@@ -289,7 +289,7 @@ def dqn(options: Options) -> Iterator[tuple[str, str, Contenders]]:
         horizon = max(1, every // num_envs)
         flags = f"--env {env} --num-envs {num_envs} --horizon {horizon} {more} "
         flags += f"--utd-ratio {1 / every} --batch-size 128 --buffer-size 10000 --polyak 1 "
-        flags += f"--target-every 50 --warmup-steps 1000 --total-steps {speed * length}"
+        flags += f"--target-every 50 --warmup-steps 1000 --n-step 1 --total-steps {speed * length}"
         return training_speed("dqn.py", *flags.split())
 
     def stable_baselines(num_envs: int, gradient_steps: int, threads: int, speed: int) -> float:
