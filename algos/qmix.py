@@ -72,7 +72,7 @@ class Args(RunArgs):
     discount: float = 0.9
     """γ: an episode of 25 steps that is cut off, not over, has values of 1 / (1 − γ) rewards"""
     lowering_weight: float = 1.0
-    """α: weight of errors that lower a value, beside those that raise one; 1: no optimism"""
+    """α in the beginning: weight of errors that lower a value; half way it is 1, no optimism"""
     td_lambda: float = 0.5
     """λ: 0 trusts the target network after one step, 1 the rewards until the stretch ends"""
     double_q: bool = True
@@ -205,6 +205,7 @@ class Agent(nn.Module):
         self.register_buffer("number", torch.eye(agents))
         self.register_buffer("action_mask", envs.action_mask.clone())  # (A, n)
         self.register_buffer("epsilon", torch.tensor(1.0))
+        self.register_buffer("lowering_weight", torch.tensor(args.lowering_weight))
 
     def start_episodes(self) -> None:
         self.hidden = None
@@ -373,7 +374,7 @@ def td_loss(agent: Agent, target: Agent, batch: dict, weight: Tensor, args: Args
     q = q.gather(-1, batch["action"].unsqueeze(-1)).squeeze(-1)  # (T, B, A)
     value = agent.mix(q * batch["alive"], batch["state"])  # (T, B); the dead add nothing
     error = value - td_target(agent, target, batch, memories.detach(), args)
-    weight = torch.where(error > 0, args.lowering_weight * weight, weight)  # (T, B), w α
+    weight = torch.where(error > 0, agent.lowering_weight * weight, weight)  # (T, B), w α
     loss = (weight * error.square()).mean()
     return loss, error.detach(), {"td": loss, "value": value.mean()}
 
@@ -420,6 +421,8 @@ def train(args: Args) -> Result:
         optimizer.param_groups[0]["lr"].fill_(args.learning_rate * left)
         explored = step / max(1, args.exploration_fraction * args.total_steps)
         agent.epsilon.fill_(max(args.final_epsilon, 1 - (1 - args.final_epsilon) * explored))
+        half = min(2 * step / args.total_steps, 1)
+        agent.lowering_weight.fill_(args.lowering_weight + (1 - args.lowering_weight) * half)
         rollout = workers.collect()
         step += args.horizon * args.num_envs * run.learners
         reward = agent.reward_scaler(rollout["reward"].sum(-1), rollout["done"])  # the team's

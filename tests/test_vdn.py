@@ -38,6 +38,7 @@ def make_agent(script, available_in_obs=False, **options):
         action_mask=mask,
     )
     agents = [script.Agent(envs, args).double() for _ in range(2)]  # itself and a target
+    agents[0].lowering_weight.fill_(args.lowering_weight)  # in double precision
     for parameter in [*agents[0].parameters(), *agents[1].parameters()]:
         parameter.data += 0.3 * torch.randn_like(parameter)
     return *agents, args
