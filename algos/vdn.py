@@ -30,7 +30,8 @@ What makes it work, each where it stands:
 - `td_loss`: a truncated episode bootstraps from its true last observation, a terminated one does
   not. --prioritized draws stretches by their TD errors, --td-lambda looks further than a step.
 - `td_loss`, α: where it takes two, an agent that does its part earns nothing while the other does
-  not; a value that falls as readily as it rises unlearns the part before both have found it.
+  not, and a value that falls as readily as it rises unlearns the part before both have found it.
+  Such optimism is for finding out: in the second half of a run α is 1.
 - `RewardScaler`: values of order one, whatever an environment pays.
 """
 

@@ -19,7 +19,8 @@ A `VecEnv` is a `gymnasium.vector.VectorEnv` whose arrays are torch tensors, bat
 
 To write an environment, subclass `VecEnv` and give it three methods, each for all envs at once
 (`chasing.py` is the tutorial). They use masks and `torch.where` instead of indexing by what the
-data say, so that on a GPU a step has no host synchronisation and fits in a CUDA graph:
+data say, so that on a GPU a step has no host synchronisation and fits in a CUDA graph (say so by
+`compilable = True`: --compile may then make one function of a short rollout):
 
     _restart(mask)      draw a new initial state where mask (N,) is true
     _simulate(action)   advance every env one step -> reward (N,), terminated (N,)
