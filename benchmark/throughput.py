@@ -691,7 +691,8 @@ def workers(options: Options) -> Iterator[tuple[str, str, Contenders]]:
     """Worker processes that collect, for environments of which one process has one core's worth."""
     length = 5 * options.seconds
     for what, name, flags, speed in (
-        ("PPO on an environment that sleeps for 5 ms a step", "slow:Slow-v0", "--horizon 8", 170),
+        ("PPO on an environment that sleeps for 5 ms a step", "slow:Slow-v0",
+         "--num-envs 16 --horizon 8 --minibatch-size 128", 170),
         ("PPO on BipedalWalker-v3", "BipedalWalker-v3", "", 3000),
         ("PPO on LunarLander-v3", "LunarLander-v3", "", 5000),
         ("SAC on BipedalWalker-v3, an update every 16 steps", "BipedalWalker-v3",
