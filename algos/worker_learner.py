@@ -815,8 +815,7 @@ class Workers:
             return self._rollout
         self.envs.close()
         self._shared_agent = copy.deepcopy(agent).cpu().share_memory()
-        states = agent.state_dict().values(), self._shared_agent.state_dict().values()
-        self._weights = list(zip(*states, strict=True))  # (ours, theirs) of each tensor
+        self._shared_weights = list(self._shared_agent.state_dict().values())
         self._shared = {k: v.cpu().clone().share_memory_() for k, v in self._rollout.items()}
         count = self.args.num_workers
         edges = [self.args.num_envs * i // count for i in range(count + 1)]
@@ -861,7 +860,8 @@ class Workers:
         return self._rollout
 
     def _ask_children(self) -> None:
-        for ours, theirs in self._weights:
+        weights = self._agent.state_dict().values()
+        for ours, theirs in zip(weights, self._shared_weights, strict=True):
             theirs.copy_(ours)
         for child in self._children:
             child.ask("collect")
