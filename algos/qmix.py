@@ -22,6 +22,7 @@ rules, 25 steps):
 What differs from vdn.py, each where it stands:
 - `Mixer`: W₁, b₁, w₂, b₂ are linear functions of the state (hypernetworks; b₂ has a hidden layer),
   the weights by their absolute values. It begins close to the sum.
+- α is 1: where the state decides what an agent's part is worth, no optimism was needed.
 - `collect` stores the state, `td_target` and `td_loss` hand it to the mixer.
 """
 

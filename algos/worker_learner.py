@@ -156,6 +156,8 @@ class Run:
         if self.resumed:
             args = _saved_args(args, self.script)
         check_args(args, {**RUN_LIMITS, **(limits or {})})
+        if args.env_device == "cuda" and args.num_workers:
+            raise UserError("--env-device is cuda, but --num-workers simulate on the CPU; drop one")
         for flag, device in (("--device", args.device), ("--env-device", args.env_device)):
             if device == "cuda" and not torch.cuda.is_available():
                 other = "auto" if flag == "--device" else "same"
@@ -815,7 +817,6 @@ class Workers:
             return self._rollout
         self.envs.close()
         self._shared_agent = copy.deepcopy(agent).cpu().share_memory()
-        self._shared_weights = list(self._shared_agent.state_dict().values())
         self._shared = {k: v.cpu().clone().share_memory_() for k, v in self._rollout.items()}
         count = self.args.num_workers
         edges = [self.args.num_envs * i // count for i in range(count + 1)]
@@ -860,8 +861,8 @@ class Workers:
         return self._rollout
 
     def _ask_children(self) -> None:
-        weights = self._agent.state_dict().values()
-        for ours, theirs in zip(weights, self._shared_weights, strict=True):
+        states = (agent.state_dict().values() for agent in (self._agent, self._shared_agent))
+        for ours, theirs in zip(*states, strict=True):
             theirs.copy_(ours)
         for child in self._children:
             child.ask("collect")

@@ -857,6 +857,7 @@ def test_bad_input_is_one_sentence(stopped, tmp_path):
         ("--learning-rate -1", "--learning-rate", "-1"),
         ("--num-envs -1", "--num-envs", "-1"),
         ("--num-workers 100 --num-envs 4", "--num-workers", "100", "--num-envs", "4"),
+        ("--env-device cuda --num-workers 2", "--env-device", "--num-workers"),
         ("--compile graphs --device cpu", "--compile", "graphs", "default"),
         ("--env Hoper", "--env", "Hoper", "Hopper"),
         ("--env nopackage:Env-v0", "--env", "nopackage"),

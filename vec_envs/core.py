@@ -142,7 +142,7 @@ class VecEnv(VectorEnv):
         lengths = self._lengths + 1
         truncated = lengths >= self.max_episode_steps
         done = terminated | truncated
-        if not self.looks or bool(done.any()):  # without a look: always restart, who must
+        if not self.looks or bool(done.any()):  # who may not look restarts always, where done
             self._restart(done)
             ended = done.view(-1, *[1] * (final_obs.dim() - 1))
             self.obs = torch.where(ended, self._observe(), final_obs)
