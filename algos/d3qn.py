@@ -209,28 +209,26 @@ def td_target(agent: Agent, target_network: QNetwork, batch, args: Args) -> Tens
     return batch["reward"] + batch["discount"] * ~batch["terminated"] * next_value
 
 
-def q_loss(agent: Agent, batch: dict[str, Tensor], target: Tensor) -> tuple[Tensor, dict]:
-    """E[ w h( Q(s, a) − y ) ] of one batch, and what to log of it."""
+def q_loss(agent: Agent, target_network, batch, args: Args) -> tuple[Tensor, Tensor, Tensor]:
+    """E[ w h( Q(s, a) − y ) ] of one batch, Q(s, a) and the TD errors, (B,)."""
     q = agent.q_network(agent.normalizer(batch["obs"]))
     q = q.gather(-1, batch["action"].unsqueeze(-1)).squeeze(-1)
-    loss = (batch["weight"] * nn.functional.smooth_l1_loss(q, target, reduction="none")).mean()
-    return loss, {"q_loss": loss, "q_value": q, "td_error": (q - target).abs()}
+    y = td_target(agent, target_network, batch, args)
+    loss = (batch["weight"] * nn.functional.smooth_l1_loss(q, y, reduction="none")).mean()
+    return loss, q.detach(), (q - y).detach().abs()
 
 
-def update(agent: Agent, target_network, optimizer, replay, loss_function, args: Args) -> dict:
+def update(agent: Agent, target_network, optimizer, replay, q_gradient, args: Args) -> dict:
     """One gradient step on a batch from the replay buffer -> what to log."""
     (weights,) = optimizer.param_groups[0]["params"]  # all of them in one vector
     batch = replay.sample(args.batch_size)
-    target = td_target(agent, target_network, batch, args)
-    loss, losses = loss_function(agent, batch, target)
-    weights.grad.zero_()
-    loss.backward()
+    weights.grad, loss, q, td_error = q_gradient(agent, target_network, batch, args)
+    replay.update_priorities(batch["index"], td_error)
     average_gradients(weights)
-    norm = losses["gradient_norm"] = weights.grad.norm()
+    norm = weights.grad.norm()
     weights.grad.mul_((args.max_grad_norm / (norm + 1e-6)).clamp(max=1))
     optimizer.step()
-    replay.update_priorities(batch["index"], losses["td_error"])
-    return losses
+    return {"q_loss": loss, "q_value": q, "gradient_norm": norm}
 
 
 def train(args: Args) -> Result:
@@ -250,7 +248,7 @@ def train(args: Args) -> Result:
         prioritized=True,
         priority_exponent=args.priority_exponent,
     )
-    loss_function = run.compile(q_loss)
+    q_gradient = run.gradient(q_loss, agent)
     state = {"target": target_network, "optimizer": optimizer, "replay": replay}
     step = run.start(agent=agent, workers=workers, **state)
 
@@ -267,7 +265,7 @@ def train(args: Args) -> Result:
         losses: dict[str, Tensor] = {}
         if len(replay) >= min(args.warmup_steps, args.buffer_size):
             for number in range(int(before * args.utd_ratio), int(step * args.utd_ratio)):
-                losses = update(agent, target_network, optimizer, replay, loss_function, args)
+                losses = update(agent, target_network, optimizer, replay, q_gradient, args)
                 if number % args.target_every == 0:
                     target_weights.lerp_(weights.detach(), args.polyak)
 

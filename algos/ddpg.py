@@ -83,7 +83,7 @@ class Args(RunArgs):
     hidden_size: int = 256
     """width of the two hidden layers of actor and critic"""
     bf16: bool = False
-    """multiply matrices in bfloat16 where the processor is fast at it (GPU: TF32)"""
+    """multiply matrices in bfloat16 where losses are computed, if the processor is fast at it"""
     save_replay: bool = True
     """keep the replay buffer in the checkpoint; without it a resumed run fills it anew"""
     log_every: int = 1000
@@ -136,14 +136,14 @@ class Agent(nn.Module):
 
     def act(self, obs: Tensor) -> Tensor:
         """μ(s)"""
-        return self.actor(obs).tanh()
+        return self.actor(obs).to(obs).tanh()  # never in bfloat16
 
     def to_env(self, action: Tensor) -> Tensor:
         return self.action_center + self.action_scale * action
 
     def value(self, obs: Tensor, action: Tensor) -> Tensor:
         """Q(s, a) (B,)"""
-        return self.critic(torch.cat((obs, action), -1)).squeeze(-1)
+        return self.critic(torch.cat((obs, action), -1)).squeeze(-1).to(obs)
 
     def explore(self, obs: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
         """An action (N, act_dim) and its noise, which follows `noise`, that of the step before."""
@@ -193,11 +193,10 @@ def actor_loss(agent: Agent, batch: dict, args: Args) -> Tensor:
     return -agent.value(batch["obs"], agent.act(batch["obs"])).mean()
 
 
-def gradient_step(loss: Tensor, network: nn.Module, optimizer, max_grad_norm: float) -> None:
-    """One step of `optimizer`; of all that the loss depends on, only `network` gets a gradient."""
+def gradient_step(gradient: Tensor, optimizer, max_grad_norm: float) -> None:
+    """One step of `optimizer` along the learners' mean gradient."""
     (weights,) = optimizer.param_groups[0]["params"]  # all of the network's in one vector
-    weights.grad.zero_()
-    loss.backward(inputs=list(network.parameters()))
+    weights.grad = gradient
     average_gradients(weights)
     if max_grad_norm:
         weights.grad.mul_((max_grad_norm / (weights.grad.norm() + 1e-6)).clamp(max=1))
@@ -211,15 +210,15 @@ def move_target(target: nn.Module, network: nn.Module, polyak: float) -> None:
         theirs.lerp_(ours, polyak)
 
 
-def update(agent, target, optimizers, batch, loss_functions, args: Args) -> tuple[dict, Tensor]:
+def update(agent, target, optimizers, batch, gradients, args: Args) -> tuple[dict, Tensor]:
     """One step of critic, actor and targets -> what to log, the TD errors (B,)."""
     critic_optimizer, actor_optimizer = optimizers
-    critic_loss, actor_loss = loss_functions
+    critic_gradient, actor_gradient = gradients
     losses = {}
-    losses["critic"], td_error = critic_loss(agent, target, batch, args)
-    gradient_step(losses["critic"], agent.critic, critic_optimizer, args.max_grad_norm)
-    losses["actor"] = actor_loss(agent, batch, args)
-    gradient_step(losses["actor"], agent.actor, actor_optimizer, args.max_grad_norm)
+    gradient, losses["critic"], td_error = critic_gradient(agent, target, batch, args)
+    gradient_step(gradient, critic_optimizer, args.max_grad_norm)
+    gradient, losses["actor"] = actor_gradient(agent, batch, args)
+    gradient_step(gradient, actor_optimizer, args.max_grad_norm)
     move_target(target, agent, args.polyak)
     return losses, td_error
 
@@ -227,7 +226,6 @@ def update(agent, target, optimizers, batch, loss_functions, args: Args) -> tupl
 def train(args: Args) -> Result:
     run = Run(args, __file__, LIMITS)
     args = run.args
-    torch.set_float32_matmul_precision("medium" if args.bf16 else "highest")
     workers = Workers(run, collect, ahead=True)
     agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
     target = copy.deepcopy(agent).requires_grad_(False)
@@ -241,7 +239,7 @@ def train(args: Args) -> Result:
         run, kept, args.buffer_size, n_step=args.n_step, discount=args.discount,
         prioritized=args.prioritized,
     )  # fmt: skip
-    loss_functions = run.compile(critic_loss), run.compile(actor_loss)
+    gradients = run.gradient(critic_loss, agent.critic), run.gradient(actor_loss, agent.actor)
     step = run.start(
         agent=agent, target=target, critic_optimizer=critic_optimizer,
         actor_optimizer=actor_optimizer, workers=workers, replay=replay,
@@ -260,7 +258,7 @@ def train(args: Args) -> Result:
             for _ in range(int(before * args.utd_ratio), int(step * args.utd_ratio)):
                 batch = replay.sample(args.batch_size)
                 optimizers = critic_optimizer, actor_optimizer
-                losses, td_error = update(agent, target, optimizers, batch, loss_functions, args)
+                losses, td_error = update(agent, target, optimizers, batch, gradients, args)
                 replay.update_priorities(batch["index"], td_error)
 
         run.log_episodes(step, rollout)

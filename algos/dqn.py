@@ -199,27 +199,24 @@ def td_target(agent: Agent, target_network: QNetwork, batch, args: Args) -> Tens
     return batch["reward"] + batch["discount"] * ~batch["terminated"] * next_value
 
 
-def q_loss(agent: Agent, batch: dict[str, Tensor], target: Tensor) -> tuple[Tensor, dict]:
-    """E[ h( Q(s, a) − y ) ] of one batch, and what to log of it."""
+def q_loss(agent: Agent, target_network, batch, args: Args) -> tuple[Tensor, Tensor]:
+    """E[ h( Q(s, a) − y ) ] of one batch, and Q(s, a), (B,)."""
     q = agent.q_network(agent.normalizer(batch["obs"]))
     q = q.gather(-1, batch["action"].unsqueeze(-1)).squeeze(-1)
-    loss = nn.functional.smooth_l1_loss(q, target)
-    return loss, {"q_loss": loss, "q_value": q}
+    y = td_target(agent, target_network, batch, args)
+    return nn.functional.smooth_l1_loss(q, y), q.detach()
 
 
-def update(agent: Agent, target_network, optimizer, replay, loss_function, args: Args) -> dict:
+def update(agent: Agent, target_network, optimizer, replay, q_gradient, args: Args) -> dict:
     """One gradient step on a batch from the replay buffer -> what to log."""
     (weights,) = optimizer.param_groups[0]["params"]  # all of them in one vector
     batch = replay.sample(args.batch_size)
-    target = td_target(agent, target_network, batch, args)
-    loss, losses = loss_function(agent, batch, target)
-    weights.grad.zero_()
-    loss.backward()
+    weights.grad, loss, q = q_gradient(agent, target_network, batch, args)
     average_gradients(weights)
-    norm = losses["gradient_norm"] = weights.grad.norm()
+    norm = weights.grad.norm()
     weights.grad.mul_((args.max_grad_norm / (norm + 1e-6)).clamp(max=1))
     optimizer.step()
-    return losses
+    return {"q_loss": loss, "q_value": q, "gradient_norm": norm}
 
 
 def train(args: Args) -> Result:
@@ -233,7 +230,7 @@ def train(args: Args) -> Result:
     optimizer = torch.optim.Adam([weights], learning_rate, fused=True)
     empty = workers.start(agent, args.horizon)
     replay = ReplayBuffer(run, empty, args.buffer_size, n_step=args.n_step, discount=args.discount)
-    loss_function = run.compile(q_loss)
+    q_gradient = run.gradient(q_loss, agent)
     state = {"target": target_network, "optimizer": optimizer, "replay": replay}
     step = run.start(agent=agent, workers=workers, **state)
 
@@ -249,7 +246,7 @@ def train(args: Args) -> Result:
         losses: dict[str, Tensor] = {}
         if len(replay) >= min(args.warmup_steps, args.buffer_size):
             for number in range(int(before * args.utd_ratio), int(step * args.utd_ratio)):
-                losses = update(agent, target_network, optimizer, replay, loss_function, args)
+                losses = update(agent, target_network, optimizer, replay, q_gradient, args)
                 if number % args.target_every == 0:
                     target_weights.lerp_(weights.detach(), args.polyak)
 

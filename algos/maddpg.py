@@ -235,11 +235,10 @@ def actor_loss(agent: Agent, batch: dict[str, Tensor], args: Args) -> Tensor:
     return masked_mean(args.logit_cost * cost.T - value, batch["alive"])
 
 
-def gradient_step(loss: Tensor, network: nn.Module, optimizer, max_grad_norm: float) -> None:
-    """One step of `optimizer`; of all that the loss depends on, only `network` gets a gradient."""
+def gradient_step(gradient: Tensor, optimizer, max_grad_norm: float) -> None:
+    """One step of `optimizer` along the learners' mean gradient."""
     (weights,) = optimizer.param_groups[0]["params"]  # all of the network's in one vector
-    weights.grad.zero_()
-    loss.backward(inputs=list(network.parameters()))
+    weights.grad = gradient
     average_gradients(weights)
     weights.grad.mul_((max_grad_norm / (weights.grad.norm() + 1e-6)).clamp(max=1))
     optimizer.step()
@@ -252,14 +251,15 @@ def move_target(target: nn.Module, network: nn.Module, polyak: float) -> None:
         theirs.lerp_(ours, polyak)
 
 
-def update(agent, target, optimizers, batch, loss_functions, number: int, args: Args) -> dict:
+def update(agent, target, optimizers, batch, gradients, number: int, args: Args) -> dict:
     """Update `number` of critics and actors -> what to log."""
     critic_optimizer, actor_optimizer = optimizers
-    critic_loss, actor_loss = loss_functions
-    losses = {"critic": critic_loss(agent, target, batch, args)}
-    gradient_step(losses["critic"], agent.critics, critic_optimizer, args.max_grad_norm)
-    losses["actor"] = actor_loss(agent, batch, args)
-    gradient_step(losses["actor"], agent.actors, actor_optimizer, args.max_grad_norm)
+    critic_gradient, actor_gradient = gradients
+    losses = {}
+    gradient, losses["critic"] = critic_gradient(agent, target, batch, args)
+    gradient_step(gradient, critic_optimizer, args.max_grad_norm)
+    gradient, losses["actor"] = actor_gradient(agent, batch, args)
+    gradient_step(gradient, actor_optimizer, args.max_grad_norm)
     move_target(target, agent, args.polyak)
     return losses
 
@@ -278,7 +278,7 @@ def train(args: Args) -> Result:
     agents = (workers.envs.num_agents,)
     rollout = workers.start(agent, args.horizon, alive=agents, next_alive=agents)
     replay = ReplayBuffer(run, rollout, args.buffer_size)
-    loss_functions = run.compile(critic_loss), run.compile(actor_loss)
+    gradients = run.gradient(critic_loss, agent.critics), run.gradient(actor_loss, agent.actors)
     step = run.start(
         agent=agent, target=target, critic_optimizer=critic_optimizer,
         actor_optimizer=actor_optimizer, workers=workers, replay=replay,
@@ -296,7 +296,7 @@ def train(args: Args) -> Result:
             for number in range(int(before * args.utd_ratio), int(step * args.utd_ratio)):
                 batch = replay.sample(args.batch_size)
                 optimizers = critic_optimizer, actor_optimizer
-                losses |= update(agent, target, optimizers, batch, loss_functions, number, args)
+                losses |= update(agent, target, optimizers, batch, gradients, number, args)
 
         run.log_episodes(step, rollout)
         if step // args.log_every > before // args.log_every:

@@ -78,7 +78,7 @@ class Args(RunArgs):
     hidden_size: int = 256
     """width of the two hidden layers of actor and critics"""
     bf16: bool = False
-    """multiply matrices in bfloat16 where the processor is fast at it (GPU: TF32)"""
+    """multiply matrices in bfloat16 where losses are computed, if the processor is fast at it"""
     save_replay: bool = True
     """keep the replay buffer in the checkpoint; without it a resumed run fills it anew"""
     log_every: int = 1000
@@ -125,7 +125,7 @@ class Critics(nn.Module):
         x = torch.cat((obs, action), -1).expand(len(w1), -1, -1)  # (count, B, inputs)
         x = torch.baddbmm(b1, x, w1).relu_()
         x = torch.baddbmm(b2, x, w2).relu_()
-        return torch.baddbmm(b3, x, w3).squeeze(-1)
+        return (x.to(w3) * w3.transpose(1, 2)).sum(-1) + b3.squeeze(-1)  # never in bfloat16
 
 
 class Agent(nn.Module):
@@ -162,7 +162,7 @@ class Agent(nn.Module):
         log π(a|s) = log N(u; μ, σ²) − Σ log(1 − tanh²u), and, without cancellation,
         log(1 − tanh²u) = 2 (log 2 − u − softplus(−2u)).
         """
-        mean, log_std = self.actor(obs).chunk(2, -1)
+        mean, log_std = self.actor(obs).to(obs).chunk(2, -1)  # never in bfloat16
         log_std = log_std.clamp(-20, 2)
         noise = torch.randn_like(mean)
         u = mean + log_std.exp() * noise
@@ -225,11 +225,16 @@ def temperature_loss(agent: Agent, log_prob: Tensor) -> Tensor:
     return -agent.actor.log_temperature * (log_prob + target_entropy).mean()
 
 
-def gradient_step(loss: Tensor, network: nn.Module, optimizer, max_grad_norm: float) -> None:
-    """One step of `optimizer`; of all that the loss depends on, only `network` gets a gradient."""
+def policy_loss(agent: Agent, batch: dict, args: Args) -> tuple[Tensor, Tensor, Tensor]:
+    """What actor and temperature lower together, the actor's part of it, log π(ã|s) (B,)."""
+    loss, log_prob = actor_loss(agent, batch, args)
+    return loss + temperature_loss(agent, log_prob), loss.detach(), log_prob
+
+
+def gradient_step(gradient: Tensor, optimizer, max_grad_norm: float) -> None:
+    """One step of `optimizer` along the learners' mean gradient."""
     (weights,) = optimizer.param_groups[0]["params"]  # all of the network's in one vector
-    weights.grad.zero_()
-    loss.backward(inputs=list(network.parameters()))
+    weights.grad = gradient
     average_gradients(weights)
     if max_grad_norm:
         weights.grad.mul_((max_grad_norm / (weights.grad.norm() + 1e-6)).clamp(max=1))
@@ -250,20 +255,19 @@ def critics_reliability(agent: Agent, loss: Tensor) -> Tensor:
     return (-agent.average_critic_loss.square()).exp()
 
 
-def update(agent, target, optimizers, batch, loss_functions, args: Args) -> tuple[dict, Tensor]:
+def update(agent, target, optimizers, batch, gradients, args: Args) -> tuple[dict, Tensor]:
     """Move the critics, the policy if it is its turn -> what to log, the TD errors (B,)."""
     critic_optimizer, actor_optimizer = optimizers
-    critic_loss, actor_loss = loss_functions
+    critic_gradient, actor_gradient = gradients
     losses = {}
-    losses["critic"], td_error = critic_loss(agent, target, batch, args)
-    gradient_step(losses["critic"], agent.critics, critic_optimizer, args.max_grad_norm)
+    gradient, losses["critic"], td_error = critic_gradient(agent, target, batch, args)
+    gradient_step(gradient, critic_optimizer, args.max_grad_norm)
     losses["reliability"] = critics_reliability(agent, mean_over_learners(losses["critic"]))
     agent.critic_updates += 1
     if agent.policy_updates * (2 - losses["reliability"]) < agent.critic_updates:
         agent.policy_updates += 1
-        losses["actor"], log_prob = actor_loss(agent, batch, args)
-        loss = losses["actor"] + temperature_loss(agent, log_prob)
-        gradient_step(loss, agent.actor, actor_optimizer, args.max_grad_norm)
+        gradient, _, losses["actor"], log_prob = actor_gradient(agent, batch, args)
+        gradient_step(gradient, actor_optimizer, args.max_grad_norm)
         losses["entropy"] = -log_prob.mean()
         losses["temperature"] = agent.actor.log_temperature.exp()
     move_target(target, agent.critics, args.polyak)
@@ -274,7 +278,6 @@ def update(agent, target, optimizers, batch, loss_functions, args: Args) -> tupl
 def train(args: Args) -> Result:
     run = Run(args, __file__, LIMITS)
     args = run.args
-    torch.set_float32_matmul_precision("medium" if args.bf16 else "highest")
     workers = Workers(run, collect, ahead=True)
     agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
     target = copy.deepcopy(agent.critics).requires_grad_(False)
@@ -287,7 +290,7 @@ def train(args: Args) -> Result:
         run, rollout, args.buffer_size, n_step=args.n_step, discount=args.discount,
         prioritized=args.prioritized,
     )  # fmt: skip
-    loss_functions = run.compile(critic_loss), run.compile(actor_loss)
+    gradients = run.gradient(critic_loss, agent.critics), run.gradient(policy_loss, agent.actor)
     step = run.start(
         agent=agent, target=target, critic_optimizer=critic_optimizer,
         actor_optimizer=actor_optimizer, workers=workers, replay=replay,
@@ -304,7 +307,7 @@ def train(args: Args) -> Result:
             for _ in range(int(before * args.utd_ratio), int(step * args.utd_ratio)):
                 batch = replay.sample(args.batch_size)
                 optimizers = critic_optimizer, actor_optimizer
-                new, td_error = update(agent, target, optimizers, batch, loss_functions, args)
+                new, td_error = update(agent, target, optimizers, batch, gradients, args)
                 losses |= new
                 replay.update_priorities(batch["index"], td_error)
 

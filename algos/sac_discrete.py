@@ -8,7 +8,7 @@ Q̄₂, and the temperature α:
     y      = r + γ (1 − terminated) Σ_a π(a|s') [ min_i Q̄_i(s', a) − α log π(a|s') ]
     L_Q    = Σ_i ½ E[ (Q_i(s, a) − y)² ]
     L_π    = E[ Σ_a π(a|s) ( α log π(a|s) − min_i Q_i(s, a) ) ]
-    L_α    = log α · ( E[ H(π(·|s)) ] − H̄ ),   H̄ = --target-entropy · log(number of actions)
+    L_α    = log α · ( E[ H(π(·|s)) ] − H̄ ),   H̄ = some part of log(number of actions)
 
     python algos/sac_discrete.py --env CartPole            an environment of vec_envs
     python algos/sac_discrete.py --env LunarLander-v3      a Gymnasium id
@@ -20,7 +20,8 @@ What makes it work, each where it stands:
 - `critic_target`: a truncated episode bootstraps from its true last observation, a terminated one
   does not. With --n-step the reward is r_0 + γ r_1 + … of n steps, which an episode's end cuts
   short.
-- The paper's H̄, 0.98 of the largest entropy, keeps the policy almost random; the default is lower.
+- `target_entropy_at`: the paper's H̄, 0.98 of the largest entropy, explores, and keeps the policy
+  almost random for ever; it falls from there (Xu et al. 2021, arXiv:2112.02852, lower it as well).
 - `train`: the number of updates follows the transitions collected, however many environments there
   are.
 """
@@ -76,7 +77,9 @@ class Args(RunArgs):
     polyak: float = 0.01
     """τ: how far the target critics move towards the critics at each update"""
     target_entropy: float = 0.3
-    """H̄ as a part of log(number of actions), the entropy of choosing blindly"""
+    """H̄ in the end, as a part of log(number of actions), the entropy of choosing blindly"""
+    exploration_fraction: float = 0.2
+    """part of the run during which H̄ falls to it from the paper's 0.98"""
     initial_temperature: float = 0.2
     """α in the beginning"""
     hidden_size: int = 128
@@ -90,7 +93,7 @@ class Args(RunArgs):
 LIMITS = {
     **dict.fromkeys(("horizon", "batch_size", "buffer_size", "n_step", "hidden_size"), (1, None)),
     "log_every": (1, None),
-    **dict.fromkeys(("discount", "polyak", "target_entropy"), (0, 1)),
+    **dict.fromkeys(("discount", "polyak", "target_entropy", "exploration_fraction"), (0, 1)),
     "initial_temperature": (1e-9, None),
 }
 
@@ -171,6 +174,7 @@ class Agent(nn.Module):
         self.actor = Actor(obs_dim, self.num_actions, args.hidden_size)
         self.critics = Critics(obs_dim, self.num_actions, args.hidden_size)
         self.log_temperature = nn.Parameter(torch.tensor(math.log(args.initial_temperature)))
+        self.register_buffer("target_entropy", torch.tensor(0.98))  # of log(num_actions)
 
     def forward(self, obs: Tensor) -> Tensor:
         return self.actor(self.normalizer(obs)).argmax(-1)
@@ -230,30 +234,34 @@ def temperature_loss(log_temperature: Tensor, entropy: Tensor, target: float) ->
     return log_temperature * (entropy.detach() - target)
 
 
-def sac_loss(agent: Agent, batch: dict[str, Tensor], target: Tensor, args: Args):
+def target_entropy_at(step: int, args: Args) -> float:
+    """H̄ / log(number of actions): from 0.98 linearly to its final value, and there it stays."""
+    progress = step / max(args.exploration_fraction * args.total_steps, 1)
+    return max(0.98 - (0.98 - args.target_entropy) * progress, args.target_entropy)
+
+
+def sac_loss(agent: Agent, target_critics, batch, args: Args) -> tuple[Tensor, dict[str, Tensor]]:
     """The sum of the three losses of one batch, and what to log of it."""
+    target = critic_target(agent, target_critics, batch)
     obs = agent.normalizer(batch["obs"])
     log_probs, q = agent.actor(obs).log_softmax(-1), agent.critics(obs)
     temperature = agent.log_temperature.exp()
     entropy = -(log_probs.exp() * log_probs).sum(-1).mean()
-    target_entropy = args.target_entropy * math.log(agent.num_actions)
+    target_entropy = agent.target_entropy * math.log(agent.num_actions)
     losses = {
         "critic": critic_loss(q, batch["action"], target),
         "actor": actor_loss(log_probs, q, temperature),
         "temperature": temperature_loss(agent.log_temperature, entropy, target_entropy),
     }
-    total = losses["critic"] + losses["actor"] + losses["temperature"]
-    return total, {**losses, "entropy": entropy, "alpha": temperature, "q_value": q}
+    logged = {**losses, "entropy": entropy, "alpha": temperature, "q_value": q}
+    return sum(losses.values()), {name: value.detach() for name, value in logged.items()}
 
 
-def update(agent: Agent, target_critics, optimizer, replay, loss_function, args: Args) -> dict:
+def update(agent: Agent, target_critics, optimizer, replay, gradient, args: Args) -> dict:
     """One gradient step on a batch from the replay buffer -> what to log."""
     (weights,) = optimizer.param_groups[0]["params"]  # all of them in one vector
     batch = replay.sample(args.batch_size)
-    target = critic_target(agent, target_critics, batch)
-    loss, losses = loss_function(agent, batch, target, args)
-    weights.grad.zero_()
-    loss.backward()
+    weights.grad, _, losses = gradient(agent, target_critics, batch, args)
     average_gradients(weights)
     optimizer.step()
     return losses
@@ -271,11 +279,12 @@ def train(args: Args) -> Result:
     optimizer = torch.optim.Adam([weights], learning_rate, fused=True)
     empty = workers.start(agent, args.horizon)
     replay = ReplayBuffer(run, empty, args.buffer_size, n_step=args.n_step, discount=args.discount)
-    loss_function = run.compile(sac_loss)
+    gradient = run.gradient(sac_loss, agent)
     state = {"target": target_critics, "optimizer": optimizer, "replay": replay}
     step = run.start(agent=agent, workers=workers, **state)
 
     while step < args.total_steps:
+        agent.target_entropy.fill_(target_entropy_at(step, args))
         left = 1 - step / args.total_steps
         optimizer.param_groups[0]["lr"].fill_(args.learning_rate * left)
         rollout = workers.collect()
@@ -286,7 +295,7 @@ def train(args: Args) -> Result:
         losses: dict[str, Tensor] = {}
         if len(replay) >= min(args.warmup_steps, args.buffer_size):
             for _ in range(int(before * args.utd_ratio), int(step * args.utd_ratio)):
-                losses = update(agent, target_critics, optimizer, replay, loss_function, args)
+                losses = update(agent, target_critics, optimizer, replay, gradient, args)
                 target_weights.lerp_(critic_weights, args.polyak)
 
         run.log_episodes(step, rollout)

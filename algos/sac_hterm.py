@@ -82,7 +82,7 @@ class Args(RunArgs):
     hidden_size: int = 256
     """width of the two hidden layers of actor and critics"""
     bf16: bool = False
-    """multiply matrices in bfloat16 where the processor is fast at it (GPU: TF32)"""
+    """multiply matrices in bfloat16 where losses are computed, if the processor is fast at it"""
     save_replay: bool = True
     """keep the replay buffer in the checkpoint; without it a resumed run fills it anew"""
     log_every: int = 1000
@@ -135,7 +135,7 @@ class Critics(nn.Module):
         x = torch.cat((obs, action), -1).expand(len(w1), -1, -1)  # (count, B, inputs)
         x = torch.baddbmm(b1, x, w1).relu_()
         x = torch.baddbmm(b2, x, w2).relu_()
-        return torch.baddbmm(b3, x, w3).squeeze(-1)
+        return (x.to(w3) * w3.transpose(1, 2)).sum(-1) + b3.squeeze(-1)  # never in bfloat16
 
 
 class Agent(nn.Module):
@@ -166,7 +166,7 @@ class Agent(nn.Module):
 
     def draw(self, obs: Tensor) -> tuple[Tensor, Tensor]:
         """u ~ N(μ(s), σ(s)²) and log N(u; μ, σ²), each (B, act_dim)."""
-        mean, log_std = self.actor(obs).chunk(2, -1)
+        mean, log_std = self.actor(obs).to(obs).chunk(2, -1)  # never in bfloat16
         log_std = log_std.clamp(-20, 2)
         noise = torch.randn_like(mean)
         u = mean + log_std.exp() * noise
@@ -180,7 +180,7 @@ class Agent(nn.Module):
 
     def log_prob(self, obs: Tensor, x: Tensor) -> Tensor:
         """log π(x|s) of actions before tanh, (...)."""
-        mean, log_std = self.actor(obs).chunk(2, -1)
+        mean, log_std = self.actor(obs).to(obs).chunk(2, -1)  # never in bfloat16
         log_std = log_std.clamp(-20, 2)
         z = (x - mean) * (-log_std).exp()
         return (-0.5 * z.square() - log_std - 0.5 * math.log(2 * math.pi)).sum(-1)
@@ -259,6 +259,12 @@ def temperature_loss(agent: Agent, log_prob: Tensor) -> Tensor:
     return -agent.actor.log_temperature * (log_prob + target_entropy).mean()
 
 
+def policy_loss(agent: Agent, batch: dict, args: Args) -> tuple[Tensor, Tensor, Tensor]:
+    """What actor and temperature lower together, the actor's part of it, log π(ã|s) (B,)."""
+    loss, log_prob = actor_loss(agent, batch, args)
+    return loss + temperature_loss(agent, log_prob), loss.detach(), log_prob
+
+
 def chain_gradient(
     log_ratio: Tensor, delta: Tensor, mask: Tensor, discount: float, truncation: float = 1.0
 ) -> tuple[Tensor, Tensor]:
@@ -296,25 +302,17 @@ def hamiltonian_term(agent, target: Critics, windows: dict, args: Args) -> tuple
     return -(mask * g * log_prob).sum() / total, effective
 
 
-def add_capped(weights: nn.Parameter, network: nn.Module, term: Tensor, coef: float) -> None:
-    """gradient ← gradient + λ ∇L_H, with λ ‖∇L_H‖ at most ¼ ‖gradient‖ (less the temperature's)."""
-    base = weights.grad.clone()
-    weights.grad.zero_()
-    term.backward(inputs=list(network.parameters()))
-    policys = base * (weights.grad != 0)  # the temperature has no part in the H-term
-    coef = (0.25 * policys.norm() / (weights.grad.norm() + 1e-12)).clamp(max=coef)
-    weights.grad.mul_(coef).add_(base)
+def add_capped(base: Tensor, term: Tensor, coef: float) -> Tensor:
+    """g + λ ∇L_H, with λ ‖∇L_H‖ at most ¼ ‖g‖ (less the temperature's part)."""
+    policys = base * (term != 0)  # the temperature has no part in the H-term
+    coef = (0.25 * policys.norm() / (term.norm() + 1e-12)).clamp(max=coef)
+    return base + coef * term
 
 
-def gradient_step(
-    loss: Tensor, network: nn.Module, optimizer, max_grad_norm: float, term=None, coef: float = 0.0
-) -> None:
-    """One step of `optimizer`; of all that the loss depends on, only `network` gets a gradient."""
+def gradient_step(gradient: Tensor, optimizer, max_grad_norm: float) -> None:
+    """One step of `optimizer` along the learners' mean gradient."""
     (weights,) = optimizer.param_groups[0]["params"]  # all of the network's in one vector
-    weights.grad.zero_()
-    loss.backward(inputs=list(network.parameters()))
-    if term is not None:
-        add_capped(weights, network, term, coef)
+    weights.grad = gradient
     average_gradients(weights)
     if max_grad_norm:
         weights.grad.mul_((max_grad_norm / (weights.grad.norm() + 1e-6)).clamp(max=1))
@@ -337,21 +335,21 @@ def draw_windows(replay: ReplayBuffer, args: Args) -> dict[str, Tensor] | None:
 
 
 def update(
-    agent, target, optimizers, batch, loss_functions, args: Args, windows=None, coef: float = 0.0
+    agent, target, optimizers, batch, gradients, args: Args, windows=None, coef: float = 0.0
 ) -> tuple[dict, Tensor]:
     """One step of critics, actor and temperature -> what to log, the TD errors (B,)."""
     critic_optimizer, actor_optimizer = optimizers
-    critic_loss, actor_loss = loss_functions
+    critic_gradient, actor_gradient, hamiltonian_gradient = gradients
     losses = {}
-    losses["critic"], td_error = critic_loss(agent, target, batch, args)
-    gradient_step(losses["critic"], agent.critics, critic_optimizer, args.max_grad_norm)
-    losses["actor"], log_prob = actor_loss(agent, batch, args)
-    loss = losses["actor"] + temperature_loss(agent, log_prob)
-    term = None
+    gradient, losses["critic"], td_error = critic_gradient(agent, target, batch, args)
+    gradient_step(gradient, critic_optimizer, args.max_grad_norm)
+    gradient, _, losses["actor"], log_prob = actor_gradient(agent, batch, args)
     if windows is not None:
-        term, losses["effective_sample_size"] = hamiltonian_term(agent, target, windows, args)
-        losses["hamiltonian"] = term
-    gradient_step(loss, agent.actor, actor_optimizer, args.max_grad_norm, term, coef)
+        term, losses["hamiltonian"], losses["effective_sample_size"] = hamiltonian_gradient(
+            agent, target, windows, args
+        )
+        gradient = add_capped(gradient, term, coef)
+    gradient_step(gradient, actor_optimizer, args.max_grad_norm)
     move_target(target, agent.critics, args.polyak)
     losses["entropy"] = -log_prob.mean()
     losses["temperature"] = agent.actor.log_temperature.exp()
@@ -362,7 +360,6 @@ def train(args: Args) -> Result:
     run = Run(args, __file__, LIMITS)
     args = run.args
     check_windows(args)
-    torch.set_float32_matmul_precision("medium" if args.bf16 else "highest")
     workers = Workers(run, collect, ahead=True)
     agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
     target = copy.deepcopy(agent.critics).requires_grad_(False)
@@ -375,7 +372,11 @@ def train(args: Args) -> Result:
         run, rollout, args.buffer_size, n_step=args.n_step, discount=args.discount,
         prioritized=args.prioritized,
     )  # fmt: skip
-    loss_functions = run.compile(critic_loss), run.compile(actor_loss)
+    gradients = (
+        run.gradient(critic_loss, agent.critics),
+        run.gradient(policy_loss, agent.actor),
+        run.gradient(hamiltonian_term, agent.actor),
+    )
     step = run.start(
         agent=agent, target=target, critic_optimizer=critic_optimizer,
         actor_optimizer=actor_optimizer, workers=workers, replay=replay,
@@ -395,7 +396,7 @@ def train(args: Args) -> Result:
                 optimizers = critic_optimizer, actor_optimizer
                 windows = draw_windows(replay, args) if coef > 0 else None
                 losses, td_error = update(
-                    agent, target, optimizers, batch, loss_functions, args, windows, coef
+                    agent, target, optimizers, batch, gradients, args, windows, coef
                 )
                 replay.update_priorities(batch["index"], td_error)
 

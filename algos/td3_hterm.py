@@ -91,7 +91,7 @@ class Args(RunArgs):
     hidden_size: int = 256
     """width of the two hidden layers of actor and critics"""
     bf16: bool = False
-    """multiply matrices in bfloat16 where the processor is fast at it (GPU: TF32)"""
+    """multiply matrices in bfloat16 where losses are computed, if the processor is fast at it"""
     save_replay: bool = True
     """keep the replay buffer in the checkpoint; without it a resumed run fills it anew"""
     log_every: int = 1000
@@ -146,7 +146,7 @@ class Critics(nn.Module):
         x = torch.cat((obs, action), -1).expand(len(w1), -1, -1)  # (count, B, inputs)
         x = torch.baddbmm(b1, x, w1).relu_()
         x = torch.baddbmm(b2, x, w2).relu_()
-        return torch.baddbmm(b3, x, w3).squeeze(-1)
+        return (x.to(w3) * w3.transpose(1, 2)).sum(-1) + b3.squeeze(-1)  # never in bfloat16
 
 
 class Agent(nn.Module):
@@ -173,7 +173,7 @@ class Agent(nn.Module):
 
     def act(self, obs: Tensor) -> Tensor:
         """μ(s)"""
-        return self.actor(obs).tanh()
+        return self.actor(obs).to(obs).tanh()  # never in bfloat16
 
     def to_env(self, action: Tensor) -> Tensor:
         return self.action_center + self.action_scale * action
@@ -280,24 +280,16 @@ def hamiltonian_term(agent, target: Agent, windows: dict, args: Args) -> tuple[T
     return 0.5 * (mask * g * distance).sum() / total, effective
 
 
-def add_capped(weights: nn.Parameter, network: nn.Module, term: Tensor, coef: float) -> None:
-    """gradient ← gradient + λ ∇L_H, with λ ‖∇L_H‖ at most ¼ ‖gradient‖."""
-    base = weights.grad.clone()
-    weights.grad.zero_()
-    term.backward(inputs=list(network.parameters()))
-    coef = (0.25 * base.norm() / (weights.grad.norm() + 1e-12)).clamp(max=coef)
-    weights.grad.mul_(coef).add_(base)
+def add_capped(base: Tensor, term: Tensor, coef: float) -> Tensor:
+    """g + λ ∇L_H, with λ ‖∇L_H‖ at most ¼ ‖g‖."""
+    coef = (0.25 * base.norm() / (term.norm() + 1e-12)).clamp(max=coef)
+    return base + coef * term
 
 
-def gradient_step(
-    loss: Tensor, network: nn.Module, optimizer, max_grad_norm: float, term=None, coef: float = 0.0
-) -> None:
-    """One step of `optimizer`; of all that the loss depends on, only `network` gets a gradient."""
+def gradient_step(gradient: Tensor, optimizer, max_grad_norm: float) -> None:
+    """One step of `optimizer` along the learners' mean gradient."""
     (weights,) = optimizer.param_groups[0]["params"]  # all of the network's in one vector
-    weights.grad.zero_()
-    loss.backward(inputs=list(network.parameters()))
-    if term is not None:
-        add_capped(weights, network, term, coef)
+    weights.grad = gradient
     average_gradients(weights)
     if max_grad_norm:
         weights.grad.mul_((max_grad_norm / (weights.grad.norm() + 1e-6)).clamp(max=1))
@@ -320,24 +312,25 @@ def draw_windows(replay: ReplayBuffer, args: Args) -> dict[str, Tensor] | None:
 
 
 def update(
-    agent, target, optimizers, batch, loss_functions, number: int, args, windows=None, coef=0.0
+    agent, target, optimizers, batch, gradients, number: int, args, windows=None, coef=0.0
 ) -> tuple[dict, Tensor]:
     """Update `number` of the critics, perhaps of the actor -> what to log, the TD errors (B,)."""
     critic_optimizer, actor_optimizer = optimizers
-    critic_loss, actor_loss = loss_functions
+    critic_gradient, actor_gradient, hamiltonian_gradient = gradients
     losses = {}
-    losses["critic"], td_error = critic_loss(agent, target, batch, args)
-    gradient_step(losses["critic"], agent.critics, critic_optimizer, args.max_grad_norm)
+    gradient, losses["critic"], td_error = critic_gradient(agent, target, batch, args)
+    gradient_step(gradient, critic_optimizer, args.max_grad_norm)
     if number % args.policy_delay == 0:
-        loss = losses["actor"] = actor_loss(agent, batch, args)
-        term = None
+        gradient, losses["actor"] = actor_gradient(agent, batch, args)
         if windows is not None:
             with torch.no_grad():
                 q = agent.critics(batch["obs"], batch["action"], members=slice(1))
-            loss = loss / q.abs().mean().clamp(min=1e-6)
-            term, losses["effective_sample_size"] = hamiltonian_term(agent, target, windows, args)
-            losses["hamiltonian"] = term
-        gradient_step(loss, agent.actor, actor_optimizer, args.max_grad_norm, term, coef)
+            gradient = gradient / q.abs().mean().clamp(min=1e-6)
+            term, losses["hamiltonian"], losses["effective_sample_size"] = hamiltonian_gradient(
+                agent, target, windows, args
+            )
+            gradient = add_capped(gradient, term, coef)
+        gradient_step(gradient, actor_optimizer, args.max_grad_norm)
         move_target(target, agent, args.polyak)
     return losses, td_error
 
@@ -346,7 +339,6 @@ def train(args: Args) -> Result:
     run = Run(args, __file__, LIMITS)
     args = run.args
     check_windows(args)
-    torch.set_float32_matmul_precision("medium" if args.bf16 else "highest")
     workers = Workers(run, collect, ahead=True)
     agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
     target = copy.deepcopy(agent).requires_grad_(False)
@@ -359,7 +351,11 @@ def train(args: Args) -> Result:
         run, rollout, args.buffer_size, n_step=args.n_step, discount=args.discount,
         prioritized=args.prioritized,
     )  # fmt: skip
-    loss_functions = run.compile(critic_loss), run.compile(actor_loss)
+    gradients = (
+        run.gradient(critic_loss, agent.critics),
+        run.gradient(actor_loss, agent.actor),
+        run.gradient(hamiltonian_term, agent.actor),
+    )
     step = run.start(
         agent=agent, target=target, critic_optimizer=critic_optimizer,
         actor_optimizer=actor_optimizer, workers=workers, replay=replay,
@@ -380,7 +376,7 @@ def train(args: Args) -> Result:
                 due = coef > 0 and number % args.policy_delay == 0
                 windows = draw_windows(replay, args) if due else None
                 new, td_error = update(
-                    agent, target, optimizers, batch, loss_functions, number, args, windows, coef
+                    agent, target, optimizers, batch, gradients, number, args, windows, coef
                 )
                 losses |= new
                 replay.update_priorities(batch["index"], td_error)

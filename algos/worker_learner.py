@@ -193,6 +193,7 @@ class Run:
         self.device = torch.device(args.device)
         torch.set_num_threads(1)  # the networks are small: two threads wait more than they work
         torch.set_flush_denormal(True)  # Adam's moments of dead units become such, and are slow
+        keep_freed_memory()
         torch.manual_seed(args.seed)
 
         self.seconds = 0.0  # of training, over all resumes
@@ -371,6 +372,11 @@ class Run:
             global _group_mean
             _group_mean = torch.compiler.disable(_group_mean)
         return _compiled(function, self.args)
+
+    def gradient(self, loss_function: Callable, network: nn.Module) -> Callable:
+        """`gradient_of` a loss, in bfloat16 as --bf16 says, compiled as --compile says."""
+        bf16 = getattr(self.args, "bf16", False) and _multiplies_bf16(self.device)
+        return self.compile(gradient_of(loss_function, network, bf16))
 
     # Files.
 
@@ -1452,7 +1458,46 @@ def flatten(agent: nn.Module) -> nn.Parameter:
     return vector
 
 
+def gradient_of(loss_function: Callable, network: nn.Module, bf16: bool = False) -> Callable:
+    """∂ loss / ∂ network as a function: one vector, in the order of `flatten`.
+
+    Where loss_function(…) is the loss, or (loss, …), the new function(…) is (gradient, loss, …). Of
+    all that the loss depends on, only `network` gets a gradient. With `bf16` the products of
+    matrices are in bfloat16 (torch.autocast), and so are their results: what needs more digits
+    says so (`.to(obs)`).
+    """
+    weights = list(network.parameters())
+
+    def gradient(*arguments: Any) -> tuple[Tensor, ...]:
+        with torch.autocast(weights[0].device.type, torch.bfloat16, enabled=bf16):
+            result = loss_function(*arguments)
+        loss, *more = result if isinstance(result, tuple) else (result,)
+        parts = torch.autograd.grad(loss, weights, materialize_grads=True)  # 0 where unused
+        return torch.cat([part.flatten() for part in parts]), loss.detach(), *more
+
+    return gradient
+
+
+def keep_freed_memory() -> None:
+    """Have the C library (glibc) keep what is freed.
+
+    Tensors of a megabyte, new in each update, are else new pages from the kernel each time, which
+    takes a third of the time of redq.py's update (section sac of benchmark/throughput.py).
+    """
+    if sys.platform == "linux":
+        with contextlib.suppress(AttributeError):
+            mallopt, trim_threshold, mmap_threshold = ctypes.CDLL(None).mallopt, -1, -3
+            mallopt(mmap_threshold, 32 << 20)  # bytes, the most that is allowed
+            mallopt(trim_threshold, 256 << 20)
+
+
+def _multiplies_bf16(device: torch.device) -> bool:
+    return device.type != "cpu" or torch.cpu._is_avx512_bf16_supported()
+
+
 def _compiled(function: Callable, args: RunArgs) -> Callable:
+    if hasattr(torch._dynamo.config, "trace_autograd_ops"):  # torch 2.11: no break at the gradient
+        torch._dynamo.config.trace_autograd_ops = True
     mode = "reduce-overhead" if args.compile == "graphs" else "default"
     return torch.compile(function, mode=mode)
 

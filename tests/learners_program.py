@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 import vec_envs
-from algos.worker_learner import count_learners, flatten
+from algos.worker_learner import count_learners, flatten, gradient_of
 
 OBS = gymnasium.spaces.Box(-np.inf, np.inf, (5,))
 BOX = gymnasium.spaces.Box(-2.0, 2.0, (3,))
@@ -225,7 +225,7 @@ def updates(name: str, module, agent: nn.Module, args, batches: list) -> tuple:
         which = {"dqn": "q_network", "d3qn": "q_network", "sac_discrete": "critics"}.get(name)
         target = copy.deepcopy(getattr(agent, which) if which else agent)
         weights, loss = flatten(agent), {"sac_discrete": "sac_loss"}.get(name, "q_loss")
-        loss = getattr(module, loss if which else "td_loss")
+        loss = gradient_of(getattr(module, loss), agent) if which else module.td_loss
         optimizer = torch.optim.Adam([weights], torch.tensor(1e-3), fused=True)
         remaining = iter(batches)
 
@@ -248,12 +248,16 @@ def updates(name: str, module, agent: nn.Module, args, batches: list) -> tuple:
         torch.optim.Adam([flatten(getattr(agent, part))], torch.tensor(1e-3), fused=True)
         for part in (critic, actor)
     ]
-    losses = module.critic_loss, module.actor_loss
+    actor_loss = getattr(module, "policy_loss", module.actor_loss)
+    gradients = [
+        gradient_of(loss, getattr(agent, part))
+        for loss, part in ((module.critic_loss, critic), (actor_loss, actor))
+    ]
     numbered = name in ("td3", "redq", "crossq", "maddpg", "matd3")
     targets = [] if name == "crossq" else [target.requires_grad_(False)]
     for number, batch in enumerate(batches):
         module.update(
-            agent, *targets, optimizers, batch, losses, *([number] if numbered else []), args
+            agent, *targets, optimizers, batch, gradients, *([number] if numbered else []), args
         )
     return agent, targets, optimizers[0]
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from algos import maddpg, matd3, play
-from algos.worker_learner import UserError
+from algos.worker_learner import UserError, gradient_of
 
 A, OBS, ACTIONS, HIDDEN, BATCH = 3, 4, 3, 5, 6
 TINY = {"num_envs": 4, "hidden_size": 8, "eval_episodes": 2, "eval_every": 0, "batch_size": 16}
@@ -207,8 +207,9 @@ def test_who_moves_when(script):
 
     for number in range(4):
         before = [weights(x) for x in (agent.critics, agent.actors, target)]
-        functions = script.critic_loss, script.actor_loss
-        script.update(agent, target, optimizers, batch, functions, number, args)
+        critic_gradient = gradient_of(script.critic_loss, agent.critics)
+        gradients = critic_gradient, gradient_of(script.actor_loss, agent.actors)
+        script.update(agent, target, optimizers, batch, gradients, number, args)
         after = [weights(x) for x in (agent.critics, agent.actors, target)]
         moved = [not torch.equal(x, y) for x, y in zip(before, after, strict=True)]
         rest = script is maddpg or number % 2 == 0

@@ -9,7 +9,7 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
-from torch import distributions
+from torch import distributions, nn
 
 from algos import ddpg_hterm, sac_hterm, td3_hterm
 from algos.worker_learner import ReplayBuffer, UserError, flatten
@@ -288,10 +288,13 @@ def test_nothing_after_an_episodes_end_reaches_the_term(script):
 
 
 def actor_step(script, agent, term, coef, max_grad_norm=0.0):
-    """gradient_step of a loss for which the actor has a gradient -> the gradient, the weights."""
+    """gradient_step by the sum of some gradient and the term's -> the gradient, the weights."""
     optimizer = torch.optim.Adam([flatten(agent.actor)], 1e-2, fused=True)
-    loss = sum(p.square().sum() for p in agent.actor.parameters())
-    script.gradient_step(loss, agent.actor, optimizer, max_grad_norm, term, coef)
+    gradient = 2 * nn.utils.parameters_to_vector(agent.actor.parameters()).detach()
+    if term is not None:
+        parts = torch.autograd.grad(term, list(agent.actor.parameters()), materialize_grads=True)
+        gradient = script.add_capped(gradient, nn.utils.parameters_to_vector(parts), coef)
+    script.gradient_step(gradient, optimizer, max_grad_norm)
     (weights,) = optimizer.param_groups[0]["params"]
     return weights.grad.clone(), weights.detach().clone()
 

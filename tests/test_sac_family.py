@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from algos import crossq, mod_sac, redq
-from algos.worker_learner import UserError, flatten
+from algos.worker_learner import UserError, flatten, gradient_of
 
 OBS_DIM, ACT_DIM, BATCH, TEMPERATURE = 4, 2, 9, np.exp(-0.7)
 OBS = gymnasium.spaces.Box(-np.inf, np.inf, (OBS_DIM,))
@@ -197,13 +197,16 @@ def moves(script, numbers_of_updates, **options):
     """Which of (critics, actor, target) each update moved."""
     agent, target, args = make_agent(script, **options)
     optimizers, found = optimizers_of(agent), []
-    functions = script.critic_loss, script.actor_loss
+    gradients = (
+        gradient_of(script.critic_loss, agent.critics),
+        gradient_of(script.policy_loss, agent.actor),
+    )
     parts = [agent.critics, agent.actor] + ([] if script is crossq else [target])
     others = (agent,) if script is crossq else (agent, target)
     for number in numbers_of_updates:
         before = [torch.cat([p.detach().flatten() for p in part.parameters()]) for part in parts]
         extra = () if script is mod_sac else (number,)
-        script.update(*others, optimizers, random_batch(), functions, *extra, args)
+        script.update(*others, optimizers, random_batch(), gradients, *extra, args)
         after = [torch.cat([p.detach().flatten() for p in part.parameters()]) for part in parts]
         found.append([not torch.equal(a, b) for a, b in zip(before, after, strict=True)])
     return found, agent
