@@ -132,9 +132,9 @@ class Normalizer(nn.Module):
         size = len(x) * count_learners()
         total = self.count + size
         share = size / total
-        difference = mean - self.mean
-        self.mean += difference * share
-        self.var += (var - self.var) * share + difference.square() * share * (1 - share)
+        between = (mean - self.mean).square() * (1 - share)
+        self.mean.lerp_(mean, share)
+        self.var.lerp_(var + between, share)
         self.count.copy_(total)
 
 

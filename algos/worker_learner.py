@@ -284,6 +284,8 @@ class Run:
 
         The batch has `done`, `episode_return` and `episode_length`, each (time, env).
         """
+        if self.learners == 1 and not batch["done"].any():
+            return
         done = batch["done"].float()
         sums = [(batch[name] * done).sum() for name in ("episode_return", "episode_length")]
         count, *sums = mean_over_learners(torch.stack([done.sum(), *sums]))
@@ -644,11 +646,12 @@ class Run:
     def check_rollout(self, rollout: dict[str, Tensor]) -> None:
         """UserError that names the first NaN or infinity in a rollout (time, env, ...)."""
         floats = {name: x for name, x in rollout.items() if x.is_floating_point()}
-        zeros = torch.stack([(x - x).sum() for x in floats.values()])  # NaN where x is not finite
-        if zeros.sum() == 0:  # one transfer for all
+        if math.isfinite(sum(x.sum() for x in floats.values())):  # one transfer for all
             return
         wrong = {name: ~x.isfinite() for name, x in floats.items()}
         firsts = {name: mask.nonzero()[0].tolist() for name, mask in wrong.items() if mask.any()}
+        if not firsts:  # only the sum was too large
+            return
         name = min(firsts, key=lambda name: firsts[name][0])
         index = tuple(firsts[name])
         step = self.step + (index[0] + 1) * self.args.num_envs * self.learners
@@ -1498,8 +1501,10 @@ def _multiplies_bf16(device: torch.device) -> bool:
 def _compiled(function: Callable, args: RunArgs) -> Callable:
     if hasattr(torch._dynamo.config, "trace_autograd_ops"):  # torch 2.11: no break at the gradient
         torch._dynamo.config.trace_autograd_ops = True
-    mode = "reduce-overhead" if args.compile == "graphs" else "default"
-    return torch.compile(function, mode=mode)
+    if args.compile == "graphs":
+        return torch.compile(function, mode="reduce-overhead")
+    # on a CPU what calls the kernels is C++ as well, not Python
+    return torch.compile(function, options={"cpp_wrapper": args.device == "cpu"})
 
 
 def _what_fits(thing: Any, saved: dict[str, Any]) -> dict[str, Any]:
