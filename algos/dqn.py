@@ -12,7 +12,8 @@ arXiv:1509.06461. Q is the network with weights θ, Q̄ its slow copy, the targe
 
 What makes it work, each where it stands:
 - `collect`: ε-greedy, ε annealed by the step; ε is a buffer of the agent, so worker processes see
-  it as well.
+  it as well. With --exploration-length a random action is kept for some steps (Dabney, Ostrovski,
+  Barreto 2021, arXiv:2006.01782): MountainCar's hill is never climbed by single random actions.
 - `td_target`: a truncated episode bootstraps from its true last observation, a terminated one does
   not. With --n-step the reward is r_0 + γ r_1 + … of n steps, which an episode's end cuts short.
 - `update`: the gradient is clipped, and Q̄ follows: a little each time (θ̄ ← θ̄ + τ (θ − θ̄)), or all
@@ -79,6 +80,8 @@ class Args(RunArgs):
     """ε in the end: how often the action is a random one"""
     exploration_fraction: float = 0.2
     """part of the run during which ε goes from 1 to --final-epsilon"""
+    exploration_length: float = 1.0
+    """steps for which a random action is kept, in the mean"""
     max_grad_norm: float = 10.0
     """gradients longer than this are shortened to it"""
     hidden_size: int = 128
@@ -94,6 +97,7 @@ LIMITS = {
     **dict.fromkeys(("target_every", "log_every"), (1, None)),
     **dict.fromkeys(("discount", "final_epsilon", "exploration_fraction"), (0, 1)),
     "polyak": (0, 1),
+    "exploration_length": (1, None),
     "max_grad_norm": (1e-9, None),
 }
 
@@ -154,6 +158,8 @@ class Agent(nn.Module):
         self.normalizer = Normalizer(obs_dim)
         self.q_network = QNetwork(obs_dim, self.num_actions, args.hidden_size)
         self.register_buffer("epsilon", torch.tensor(1.0))
+        self.register_buffer("kept", torch.zeros(args.num_envs))  # 1 + random action, or 0: none
+        self.exploration_length = args.exploration_length
 
     def forward(self, obs: Tensor) -> Tensor:
         return self.q_network(self.normalizer(obs)).argmax(-1)
@@ -166,12 +172,22 @@ def check_action_space(space: gymnasium.Space, env: str) -> None:
 
 @torch.no_grad()
 def collect(agent: Agent, envs: vec_envs.VecEnv, rollout: dict[str, Tensor]) -> None:
-    """T steps of every env; each action is with probability ε a random one, else the best."""
-    explores = torch.rand(rollout["action"].shape, device=envs.device) < agent.epsilon  # (T, N)
-    random_action = torch.randint_like(rollout["action"], agent.num_actions)
+    """T steps of every env; in a part ε of them the action is a random one, else the best.
+
+    A random action is kept with probability 1 − 1/L, L = --exploration-length. One begins with
+    probability p = ε / (ε + L (1 − ε)): then p L / (p L + 1 − p) = ε of the steps are random.
+    """
+    epsilon, length = agent.epsilon, agent.exploration_length
+    draws = torch.rand(rollout["action"].shape, device=envs.device)  # (T, N)
+    begins = draws < epsilon / (epsilon + length * (1 - epsilon))
+    new = torch.randint_like(draws, 1, agent.num_actions + 1) * begins  # 1 + action, or 0: none
+    stays = torch.rand_like(draws) > 1 / length
     for t in range(len(rollout["obs"])):
         obs = envs.obs
-        action = torch.where(explores[t], random_action[t], agent(obs))
+        kept = rollout["kept"][t - 1]  # before 0: the last rollout's
+        kept = torch.where(stays[t] & (kept > 0), kept, new[t])
+        rollout["kept"][t] = kept
+        action = torch.where(kept > 0, kept.long() - 1, agent(obs))
         rollout["obs"][t] = obs
         rollout["action"][t] = action
         _, reward, terminated, truncated, info = envs.step(action)
@@ -228,17 +244,20 @@ def train(args: Args) -> Result:
     weights, target_weights = flatten(agent), flatten(target_network).detach()
     learning_rate = torch.tensor(args.learning_rate, device=run.device)
     optimizer = torch.optim.Adam([weights], learning_rate, fused=True)
-    empty = workers.start(agent, args.horizon)
+    rollout = workers.start(agent, args.horizon, kept=())
+    empty = {name: tensor for name, tensor in rollout.items() if name != "kept"}
     replay = ReplayBuffer(run, empty, args.buffer_size, n_step=args.n_step, discount=args.discount)
     q_gradient = run.gradient(q_loss, agent)
     state = {"target": target_network, "optimizer": optimizer, "replay": replay}
     step = run.start(agent=agent, workers=workers, **state)
+    rollout["kept"][-1] = agent.kept  # of a resumed run
 
     while step < args.total_steps:
         agent.epsilon.fill_(epsilon_at(step, args))
         left = 1 - step / args.total_steps
         optimizer.param_groups[0]["lr"].fill_(args.learning_rate * left)
         rollout = workers.collect()
+        agent.kept.copy_(rollout["kept"][-1])
         replay.add(rollout)
         agent.normalizer.update(rollout["obs"])
         before, step = step, step + args.horizon * args.num_envs * run.learners

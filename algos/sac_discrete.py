@@ -99,7 +99,9 @@ LIMITS = {
 
 # What differs by environment, as in the tables of papers; a flag on the command line wins.
 TUNED = {
-    "CartPole": {"total_steps": 50_000, "eval_every": 10_000},
+    "CartPole": {
+        **{"total_steps": 50_000, "eval_every": 10_000, "utd_ratio": 1.0, "learning_rate": 3e-4},
+    },
     "Acrobot": {"total_steps": 100_000, "eval_every": 20_000},
     "MountainCar": {"total_steps": 120_000, "eval_every": 20_000},
     "LunarLander-v3": {"total_steps": 300_000, "eval_every": 50_000},

@@ -307,7 +307,7 @@ class Corridor:
 @pytest.mark.parametrize("module", [pqn, dqn, d3qn])
 def test_actions_are_random_with_probability_epsilon(module):
     agent, _ = make_agent(module)
-    names = ("reward", "terminated", "done", "episode_return", "episode_length")
+    names = ("reward", "terminated", "done", "episode_return", "episode_length", "kept")
     rollout = {name: torch.zeros(100, 300) for name in names}
     rollout |= {"obs": torch.zeros(100, 300, 5), "next_obs": torch.zeros(100, 300, 5)}
     rollout["action"] = torch.zeros(100, 300, dtype=torch.int64)
@@ -320,12 +320,39 @@ def test_actions_are_random_with_probability_epsilon(module):
     assert (counts - 1 / 3).abs().max() < 6 * 0.5 / 30_000**0.5
 
 
+@pytest.mark.parametrize("module", [dqn, d3qn])
+def test_random_actions_are_kept(module):
+    """A part ε of all steps is random, in runs of the mean length L, also across rollouts."""
+    agent, _ = make_agent(module, exploration_length=5.0)
+    agent.epsilon.fill_(0.4)
+    names = ("reward", "terminated", "done", "episode_return", "episode_length", "kept")
+    rollout = {name: torch.zeros(100, 300) for name in names}
+    rollout |= {"obs": torch.zeros(100, 300, 5), "next_obs": torch.zeros(100, 300, 5)}
+    rollout["action"] = torch.zeros(100, 300, dtype=torch.int64)
+    kept = []
+    for _ in range(3):
+        module.collect(agent, Corridor(), rollout)
+        kept.append(rollout["kept"].clone())
+        best = agent(Corridor.obs).expand(100, 300)
+        expected = torch.where(kept[-1] > 0, kept[-1].long() - 1, best)
+        assert torch.equal(rollout["action"], expected)
+    kept = torch.cat(kept[1:])  # the first begins without any
+    assert (kept > 0).double().mean().item() == pytest.approx(0.4, abs=0.03)
+    changes = kept[1:] != kept[:-1]
+    # of those that are random, 1/5 end; a third of the starts that follow at once have the same
+    begin = 0.4 / (0.4 + 5 * 0.6)
+    differs = 1 / 5 * (1 - begin / 3)
+    assert changes[kept[:-1] > 0].double().mean().item() == pytest.approx(differs, abs=0.01)
+    seam = kept[99] > 0  # the last of one rollout, the first of the next
+    assert changes[99][seam].double().mean().item() == pytest.approx(differs, abs=0.2)
+
+
 def test_worker_processes_see_epsilon():
     args = dqn.Args(num_envs=2, num_workers=1, device="cpu")
     run = SimpleNamespace(args=args, device=torch.device("cpu"), check_rollout=lambda _: None)
     workers = Workers(run, dqn.collect)
     agent = dqn.Agent(workers.observation_space, workers.action_space, args)
-    workers.start(agent, 50)
+    workers.start(agent, 50, kept=())
     for epsilon, low, high in ((0.0, 1.0, 1.0), (1.0, 0.2, 0.8)):
         agent.epsilon.fill_(epsilon)
         rollout = workers.collect()
@@ -349,7 +376,7 @@ TINY = (
 )
 FLAGS = {
     "pqn": "--horizon 16 --minibatch-size 32 --epochs 1",
-    "dqn": f"{REPLAY} --double-q --target-every 7 --polyak 0.5",
+    "dqn": f"{REPLAY} --double-q --target-every 7 --polyak 0.5 --exploration-length 9",
     "d3qn": f"{REPLAY} --horizon 4",
     "sac_discrete": REPLAY,
 }
