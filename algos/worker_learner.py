@@ -108,7 +108,7 @@ class RunArgs:
     """steps between checkpoints"""
     compile: Literal["none", "rollout", "default", "graphs"] = "none"
     """torch.compile of rollouts (to 16 steps, in environments of tensor operations); default: and
-    of losses; graphs: and with CUDA graphs (GPU only)"""
+    of losses with their gradients; graphs: and with CUDA graphs (GPU only)"""
 
 
 RUN_LIMITS = {

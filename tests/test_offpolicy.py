@@ -280,6 +280,21 @@ def test_a_gradient_is_that_of_one_network(script):
     torch.testing.assert_close(gradient, torch.cat([part.flatten() for part in parts]))
 
 
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_bfloat16_is_close_and_its_results_are_float32(script):
+    agent, target, args = make_agent(script, torch.float32)
+    batch = {k: x.float() if x.dtype == torch.float64 else x for k, x in random_batch().items()}
+    results = []
+    for bf16 in (False, True):
+        torch.manual_seed(3)
+        function = worker_learner.gradient_of(script.critic_loss, critic_of(script, agent), bf16)
+        results.append(function(agent, target, batch, args))
+    (exact, *_), (rounded, *more) = results
+    assert all(x.dtype == torch.float32 for x in (rounded, *more))
+    error = (rounded - exact).norm() / exact.norm()
+    assert 1e-5 < error < 0.05  # of 8 bits: 2⁻⁸ is 0.004
+
+
 @pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
 def test_a_compiled_gradient_is_the_same():
     agent, target, args = make_agent(td3, target_noise=0.0)
