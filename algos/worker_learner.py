@@ -1503,8 +1503,11 @@ def _compiled(function: Callable, args: RunArgs) -> Callable:
         torch._dynamo.config.trace_autograd_ops = True
     if args.compile == "graphs":
         return torch.compile(function, mode="reduce-overhead")
-    # on a CPU what calls the kernels is C++ as well, not Python
-    return torch.compile(function, options={"cpp_wrapper": args.device == "cpu"})
+    # On a CPU what calls the kernels is C++ as well, not Python, and random numbers are torch's own:
+    # the compiler's come one by one, and so does all that is fused with them.
+    on_cpu = args.device == "cpu"
+    options = {"cpp_wrapper": on_cpu, "fallback_random": on_cpu}
+    return torch.compile(function, options=options)
 
 
 def _what_fits(thing: Any, saved: dict[str, Any]) -> dict[str, Any]:
