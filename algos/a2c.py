@@ -266,19 +266,17 @@ def batch_loss(agent: Agent, batch: dict[str, Tensor], args: Args) -> tuple[Tens
     return total, losses
 
 
-def update(agent: Agent, optimizer, rollout, loss_function, args: Args) -> dict[str, Tensor]:
+def update(agent: Agent, optimizer, rollout, loss_gradient, args: Args) -> dict[str, Tensor]:
     """One gradient step -> each logged quantity."""
     (weights,) = optimizer.param_groups[0]["params"]  # all of them in one vector
     batch = prepare(agent, rollout, args)
-    loss, losses = loss_function(agent, batch, args)
-    weights.grad.zero_()
-    loss.backward()
+    weights.grad, _, losses = loss_gradient(agent, batch, args)
     average_gradients(weights)
     norm = losses["gradient_norm"] = weights.grad.norm()
     weights.grad.mul_((args.max_grad_norm / (norm + 1e-6)).clamp(max=1))
     optimizer.step()
     agent.normalizer.update(rollout["obs"])  # last, so that all of the above saw one normaliser
-    return {name: value.detach() for name, value in losses.items()}
+    return losses
 
 
 def train(args: Args) -> Result:
@@ -290,7 +288,7 @@ def train(args: Args) -> Result:
     learning_rate = torch.tensor(args.learning_rate, device=run.device)
     optimizer = torch.optim.Adam([weights], learning_rate, eps=1e-5, fused=True)
     workers.start(agent, args.horizon)
-    loss_function = run.compile(batch_loss)
+    loss_gradient = run.gradient(batch_loss, agent)
     step = run.start(agent=agent, optimizer=optimizer, workers=workers)
 
     while step < args.total_steps:
@@ -299,7 +297,7 @@ def train(args: Args) -> Result:
             optimizer.param_groups[0]["lr"].fill_(args.learning_rate * left)
         rollout = workers.collect()
         step += args.horizon * args.num_envs * run.learners
-        losses = update(agent, optimizer, rollout, loss_function, args)
+        losses = update(agent, optimizer, rollout, loss_gradient, args)
 
         run.log_episodes(step, rollout)
         run.log(step, {f"losses/{name}": value for name, value in losses.items()})

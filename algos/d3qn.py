@@ -234,7 +234,7 @@ def q_loss(agent: Agent, target_network, batch, args: Args) -> tuple[Tensor, Ten
     q = q.gather(-1, batch["action"].unsqueeze(-1)).squeeze(-1)
     y = td_target(agent, target_network, batch, args)
     loss = (batch["weight"] * nn.functional.smooth_l1_loss(q, y, reduction="none")).mean()
-    return loss, q.detach(), (q - y).detach().abs()
+    return loss, q, (q - y).abs()
 
 
 def update(agent: Agent, target_network, optimizer, replay, q_gradient, args: Args) -> dict:

@@ -220,7 +220,7 @@ def q_loss(agent: Agent, target_network, batch, args: Args) -> tuple[Tensor, Ten
     q = agent.q_network(agent.normalizer(batch["obs"]))
     q = q.gather(-1, batch["action"].unsqueeze(-1)).squeeze(-1)
     y = td_target(agent, target_network, batch, args)
-    return nn.functional.smooth_l1_loss(q, y), q.detach()
+    return nn.functional.smooth_l1_loss(q, y), q
 
 
 def update(agent: Agent, target_network, optimizer, replay, q_gradient, args: Args) -> dict:

@@ -303,7 +303,7 @@ def minibatch_loss(agent: Agent, batch: dict[str, Tensor], args: Args) -> tuple[
     return total, losses
 
 
-def update(agent: Agent, optimizer, rollout, loss_function, args: Args) -> dict[str, Tensor]:
+def update(agent: Agent, optimizer, rollout, loss_gradient, args: Args) -> dict[str, Tensor]:
     """Some epochs of minibatch gradient steps -> mean of each logged quantity."""
     (weights,) = optimizer.param_groups[0]["params"]  # all of them in one vector
     batch = prepare(agent, rollout, args)
@@ -315,15 +315,13 @@ def update(agent: Agent, optimizer, rollout, loss_function, args: Args) -> dict[
             if len(index) < min(2, size):  # a single advantage cannot be normalised
                 continue
             minibatch = {name: tensor[index] for name, tensor in batch.items()}
-            loss, losses = loss_function(agent, minibatch, args)
-            weights.grad.zero_()
-            loss.backward()
+            weights.grad, _, losses = loss_gradient(agent, minibatch, args)
             average_gradients(weights)
             norm = losses["gradient_norm"] = weights.grad.norm()
             weights.grad.mul_((args.max_grad_norm / (norm + 1e-6)).clamp(max=1))
             optimizer.step()
             for name, value in losses.items():
-                sums[name] = sums.get(name, 0) + value.detach()
+                sums[name] = sums.get(name, 0) + value
             steps += 1
             if args.learning_rate_schedule == "adaptive":
                 adapt_learning_rate(optimizer, mean_over_learners(losses["kl"]), args.target_kl)
@@ -348,7 +346,7 @@ def train(args: Args) -> Result:
     learning_rate = torch.tensor(args.learning_rate, device=run.device)
     optimizer = torch.optim.Adam([weights], learning_rate, eps=1e-5, fused=True)
     workers.start(agent, args.horizon)
-    loss_function = run.compile(minibatch_loss)
+    loss_gradient = run.gradient(minibatch_loss, agent)
     step = run.start(agent=agent, optimizer=optimizer, workers=workers)
 
     while step < args.total_steps:
@@ -357,7 +355,7 @@ def train(args: Args) -> Result:
             optimizer.param_groups[0]["lr"].fill_(args.learning_rate * left)
         rollout = workers.collect()
         step += args.horizon * args.num_envs * run.learners
-        losses = update(agent, optimizer, rollout, loss_function, args)
+        losses = update(agent, optimizer, rollout, loss_gradient, args)
 
         run.log_episodes(step, rollout)
         run.log(step, {f"losses/{name}": value for name, value in losses.items()})

@@ -380,11 +380,10 @@ def hamiltonian_term(agent: Agent, spins: dict[str, Tensor], uniform: bool = Fal
     return -(weight * variance * log_prob.clamp(min=-20)).mean() + 0.05 * energy.square().mean()
 
 
-def update(
-    agent: Agent, optimizer, rollout, loss_function, args: Args, memory
-) -> dict[str, Tensor]:
+def update(agent: Agent, optimizer, rollout, gradients, args: Args, memory) -> dict[str, Tensor]:
     """Some epochs of minibatch gradient steps -> mean of each logged quantity."""
     (weights,) = optimizer.param_groups[0]["params"]  # all of them in one vector
+    loss_gradient, hamiltonian_gradient = gradients
     batch = prepare(agent, rollout, args)
     if args.hterm_coef > 0:
         memory.add(rollout, batch["returns"])
@@ -398,18 +397,16 @@ def update(
             if len(index) < min(2, size):  # a single advantage cannot be normalised
                 continue
             minibatch = {name: tensor[index] for name, tensor in batch.items()}
-            loss, losses = loss_function(agent, minibatch, args)
+            weights.grad, _, losses = loss_gradient(agent, minibatch, args)
             if args.hterm_coef > 0:
-                losses["hamiltonian"] = hamiltonian_term(agent, next(spins), uniform)
-                loss = loss + args.hterm_coef * losses["hamiltonian"]
-            weights.grad.zero_()
-            loss.backward()
+                term, losses["hamiltonian"] = hamiltonian_gradient(agent, next(spins), uniform)
+                weights.grad += args.hterm_coef * term
             average_gradients(weights)
             norm = losses["gradient_norm"] = weights.grad.norm()
             weights.grad.mul_((args.max_grad_norm / (norm + 1e-6)).clamp(max=1))
             optimizer.step()
             for name, value in losses.items():
-                sums[name] = sums.get(name, 0) + value.detach()
+                sums[name] = sums.get(name, 0) + value
             steps += 1
             if args.learning_rate_schedule == "adaptive":
                 adapt_learning_rate(optimizer, mean_over_learners(losses["kl"]), args.target_kl)
@@ -434,7 +431,7 @@ def train(args: Args) -> Result:
     learning_rate = torch.tensor(args.learning_rate, device=run.device)
     optimizer = torch.optim.Adam([weights], learning_rate, eps=1e-5, fused=True)
     memory = EnergyMemory(workers.start(agent, args.horizon), args)
-    loss_function = run.compile(minibatch_loss)
+    gradients = run.gradient(minibatch_loss, agent), run.gradient(hamiltonian_term, agent)
     step = run.start(agent=agent, optimizer=optimizer, workers=workers, memory=memory)
 
     while step < args.total_steps:
@@ -443,7 +440,7 @@ def train(args: Args) -> Result:
             optimizer.param_groups[0]["lr"].fill_(args.learning_rate * left)
         rollout = workers.collect()
         step += args.horizon * args.num_envs * run.learners
-        losses = update(agent, optimizer, rollout, loss_function, args, memory)
+        losses = update(agent, optimizer, rollout, gradients, args, memory)
 
         run.log_episodes(step, rollout)
         run.log(step, {f"losses/{name}": value for name, value in losses.items()})

@@ -408,21 +408,16 @@ def published_term(agent: Agent, windows: Windows) -> Tensor:
     return -(powers * reward * mask * chain).sum(1).mean()
 
 
-def add_capped(weights: nn.Parameter, term: Tensor, coef: float) -> None:
-    """gradient ← gradient + λ ∇term, with λ ‖∇term‖ at most a quarter of ‖gradient‖."""
-    base = weights.grad.clone()
-    weights.grad.zero_()
-    term.backward()
-    average_gradients(weights)
-    coef = (0.25 * base.norm() / (weights.grad.norm() + 1e-12)).clamp(max=coef)
-    weights.grad.mul_(coef).add_(base)
+def add_capped(base: Tensor, term: Tensor, coef: float) -> Tensor:
+    """g + λ ∇term, with λ ‖∇term‖ at most a quarter of ‖g‖."""
+    coef = (0.25 * base.norm() / (term.norm() + 1e-12)).clamp(max=coef)
+    return base + coef * term
 
 
-def update(
-    agent, optimizer, rollout, loss_function, args: Args, windows, coef
-) -> dict[str, Tensor]:
+def update(agent, optimizer, rollout, gradients, args: Args, windows, coef) -> dict[str, Tensor]:
     """Some epochs of minibatch gradient steps -> mean of each logged quantity."""
     (weights,) = optimizer.param_groups[0]["params"]  # all of them in one vector
+    loss_gradient, term_gradient = gradients
     batch = prepare(agent, rollout, args)
     if coef > 0:
         spins = windows.cut(
@@ -442,22 +437,20 @@ def update(
             if len(index) < min(2, size):  # a single advantage cannot be normalised
                 continue
             minibatch = {name: tensor[index] for name, tensor in batch.items()}
-            loss, losses = loss_function(agent, minibatch, args)
-            weights.grad.zero_()
-            loss.backward()
+            weights.grad, _, losses = loss_gradient(agent, minibatch, args)
             average_gradients(weights)
             if coef > 0:
+                base, inputs = weights.grad, (windows,)
                 if args.hterm == "chain":
-                    drawn = windows.draw(spins, args.window_selection)
-                    losses["hamiltonian"] = chain_term(agent, drawn, windows, args)
-                else:
-                    losses["hamiltonian"] = published_term(agent, windows)
-                add_capped(weights, losses["hamiltonian"], coef)
+                    inputs = windows.draw(spins, args.window_selection), windows, args
+                weights.grad, losses["hamiltonian"] = term_gradient(agent, *inputs)
+                average_gradients(weights)
+                weights.grad = add_capped(base, weights.grad, coef)
             norm = losses["gradient_norm"] = weights.grad.norm()
             weights.grad.mul_((args.max_grad_norm / (norm + 1e-6)).clamp(max=1))
             optimizer.step()
             for name, value in losses.items():
-                sums[name] = sums.get(name, 0) + value.detach()
+                sums[name] = sums.get(name, 0) + value
             steps += 1
             if args.learning_rate_schedule == "adaptive":
                 adapt_learning_rate(optimizer, mean_over_learners(losses["kl"]), args.target_kl)
@@ -493,7 +486,8 @@ def train(args: Args) -> Result:
     learning_rate = torch.tensor(args.learning_rate, device=run.device)
     optimizer = torch.optim.Adam([weights], learning_rate, eps=1e-5, fused=True)
     windows = Windows(workers.start(agent, args.horizon), args)
-    loss_function = run.compile(minibatch_loss)
+    term = chain_term if args.hterm == "chain" else published_term
+    gradients = run.gradient(minibatch_loss, agent), run.gradient(term, agent)
     step = run.start(agent=agent, optimizer=optimizer, workers=workers, windows=windows)
 
     while step < args.total_steps:
@@ -505,9 +499,7 @@ def train(args: Args) -> Result:
             agent.log_std.fill_(np.interp(1 - left, places, log_std_schedule))
         rollout = workers.collect()
         step += args.horizon * args.num_envs * run.learners
-        losses = update(
-            agent, optimizer, rollout, loss_function, args, windows, left * args.hterm_coef
-        )
+        losses = update(agent, optimizer, rollout, gradients, args, windows, left * args.hterm_coef)
 
         run.log_episodes(step, rollout)
         run.log(step, {f"losses/{name}": value for name, value in losses.items()})

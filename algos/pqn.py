@@ -204,7 +204,7 @@ def prepare(agent: Agent, rollout: dict[str, Tensor], args: Args) -> dict[str, T
     return {name: tensor.flatten(0, 1) for name, tensor in batch.items()}
 
 
-def update(agent: Agent, optimizer, rollout, loss_function, args: Args) -> dict[str, Tensor]:
+def update(agent: Agent, optimizer, rollout, loss_gradient, args: Args) -> dict[str, Tensor]:
     """Some epochs of minibatch gradient steps -> mean of each logged quantity."""
     (weights,) = optimizer.param_groups[0]["params"]  # all of them in one vector
     batch = prepare(agent, rollout, args)
@@ -214,15 +214,13 @@ def update(agent: Agent, optimizer, rollout, loss_function, args: Args) -> dict[
     for _ in range(args.epochs):
         for index in torch.randperm(size, device=device).split(args.minibatch_size):
             minibatch = {name: tensor[index] for name, tensor in batch.items()}
-            loss, losses = loss_function(agent, minibatch)
-            weights.grad.zero_()
-            loss.backward()
+            weights.grad, _, losses = loss_gradient(agent, minibatch)
             average_gradients(weights)
             norm = losses["gradient_norm"] = weights.grad.norm()
             weights.grad.mul_((args.max_grad_norm / (norm + 1e-6)).clamp(max=1))
             optimizer.step()
             for name, value in losses.items():
-                sums[name] = sums.get(name, 0) + value.detach()
+                sums[name] = sums.get(name, 0) + value
             steps += 1
     agent.normalizer.update(rollout["obs"])  # last, so that all of the above saw one normaliser
     return {name: value / steps for name, value in sums.items()}
@@ -238,7 +236,7 @@ def train(args: Args) -> Result:
     learning_rate = torch.tensor(args.learning_rate, device=run.device)
     optimizer = torch.optim.RAdam([weights], learning_rate, eps=1e-5, capturable=on_gpu)
     workers.start(agent, args.horizon)
-    loss_function = run.compile(q_loss)
+    loss_gradient = run.gradient(q_loss, agent)
     step = run.start(agent=agent, optimizer=optimizer, workers=workers)
 
     while step < args.total_steps:
@@ -247,7 +245,7 @@ def train(args: Args) -> Result:
         optimizer.param_groups[0]["lr"].fill_(args.learning_rate * left)
         rollout = workers.collect()
         step += args.horizon * args.num_envs * run.learners
-        losses = update(agent, optimizer, rollout, loss_function, args)
+        losses = update(agent, optimizer, rollout, loss_gradient, args)
 
         run.log_episodes(step, rollout)
         run.log(step, {f"losses/{name}": value for name, value in losses.items()})

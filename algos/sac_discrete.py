@@ -255,15 +255,15 @@ def sac_loss(agent: Agent, target_critics, batch, args: Args) -> tuple[Tensor, d
         "actor": actor_loss(log_probs, q, temperature),
         "temperature": temperature_loss(agent.log_temperature, entropy, target_entropy),
     }
-    logged = {**losses, "entropy": entropy, "alpha": temperature, "q_value": q}
-    return sum(losses.values()), {name: value.detach() for name, value in logged.items()}
+    total = losses["critic"] + losses["actor"] + losses["temperature"]
+    return total, {**losses, "entropy": entropy, "alpha": temperature, "q_value": q}
 
 
-def update(agent: Agent, target_critics, optimizer, replay, gradient, args: Args) -> dict:
+def update(agent: Agent, target_critics, optimizer, replay, loss_gradient, args: Args) -> dict:
     """One gradient step on a batch from the replay buffer -> what to log."""
     (weights,) = optimizer.param_groups[0]["params"]  # all of them in one vector
     batch = replay.sample(args.batch_size)
-    weights.grad, _, losses = gradient(agent, target_critics, batch, args)
+    weights.grad, _, losses = loss_gradient(agent, target_critics, batch, args)
     average_gradients(weights)
     optimizer.step()
     return losses
@@ -281,7 +281,7 @@ def train(args: Args) -> Result:
     optimizer = torch.optim.Adam([weights], learning_rate, fused=True)
     empty = workers.start(agent, args.horizon)
     replay = ReplayBuffer(run, empty, args.buffer_size, n_step=args.n_step, discount=args.discount)
-    gradient = run.gradient(sac_loss, agent)
+    loss_gradient = run.gradient(sac_loss, agent)
     state = {"target": target_critics, "optimizer": optimizer, "replay": replay}
     step = run.start(agent=agent, workers=workers, **state)
 
@@ -297,7 +297,7 @@ def train(args: Args) -> Result:
         losses: dict[str, Tensor] = {}
         if len(replay) >= min(args.warmup_steps, args.buffer_size):
             for _ in range(int(before * args.utd_ratio), int(step * args.utd_ratio)):
-                losses = update(agent, target_critics, optimizer, replay, gradient, args)
+                losses = update(agent, target_critics, optimizer, replay, loss_gradient, args)
                 target_weights.lerp_(critic_weights, args.polyak)
 
         run.log_episodes(step, rollout)

@@ -355,13 +355,11 @@ def td_loss(agent: Agent, target: Agent, batch: dict, weight: Tensor, args: Args
     return loss, error.detach(), {"td": loss, "value": value.mean()}
 
 
-def update(agent: Agent, target: Agent, optimizer, replay: Replay, loss_function, args: Args):
+def update(agent: Agent, target: Agent, optimizer, replay: Replay, loss_gradient, args: Args):
     """One gradient step on stretches from the replay -> what to log."""
     (weights,) = optimizer.param_groups[0]["params"]  # all of them in one vector
     batch, index, weight = replay.sample()
-    loss, error, losses = loss_function(agent, target, batch, weight, args)
-    weights.grad.zero_()
-    loss.backward()
+    weights.grad, _, error, losses = loss_gradient(agent, target, batch, weight, args)
     average_gradients(weights)
     norm = losses["gradient_norm"] = weights.grad.norm()
     weights.grad.mul_((args.max_grad_norm / (norm + 1e-6)).clamp(max=1))
@@ -385,7 +383,7 @@ def train(args: Args) -> Result:
         agent, args.horizon, alive=agents, next_alive=agents, hidden=memory, next_hidden=memory
     )
     replay = Replay({**rollout, "reward": rollout["reward"].sum(-1)}, args)
-    loss_function = run.compile(td_loss)
+    loss_gradient = run.gradient(td_loss, agent)
     step = run.start(
         agent=agent, target=target, optimizer=optimizer, workers=workers, replay=replay
     )
@@ -404,7 +402,7 @@ def train(args: Args) -> Result:
         agent.normalizer.update(rollout["obs"].flatten(-2))
         target.normalizer.load_state_dict(agent.normalizer.state_dict())
         for _ in range(args.updates):
-            losses = update(agent, target, optimizer, replay, loss_function, args)
+            losses = update(agent, target, optimizer, replay, loss_gradient, args)
             target_weights.lerp_(weights.detach(), args.target_update)
 
         run.log_episodes(step, rollout)

@@ -1464,19 +1464,24 @@ def flatten(agent: nn.Module) -> nn.Parameter:
 def gradient_of(loss_function: Callable, network: nn.Module, bf16: bool = False) -> Callable:
     """∂ loss / ∂ network as a function: one vector, in the order of `flatten`.
 
-    Where loss_function(…) is the loss, or (loss, …), the new function(…) is (gradient, loss, …). Of
-    all that the loss depends on, only `network` gets a gradient. With `bf16` the products of
-    matrices are in bfloat16 (torch.autocast), and so are their results: what needs more digits
-    says so (`.to(obs)`).
+    Where loss_function(…) is the loss, or (loss, …), the new function(…) is (gradient, loss, …), of
+    tensors, or dicts of them, without gradients of their own. Of all that the loss depends on, only
+    `network` gets one. With `bf16` the products of matrices are in bfloat16 (torch.autocast), and
+    so are their results: what needs more digits says so (`.to(obs)`).
     """
     weights = list(network.parameters())
+    learnt = [weight for weight in weights if weight.requires_grad]
+
+    def detached(x: Tensor | dict[str, Tensor]) -> Tensor | dict[str, Tensor]:
+        return {k: v.detach() for k, v in x.items()} if isinstance(x, dict) else x.detach()
 
     def gradient(*arguments: Any) -> tuple[Tensor, ...]:
         with torch.autocast(weights[0].device.type, torch.bfloat16, enabled=bf16):
             result = loss_function(*arguments)
         loss, *more = result if isinstance(result, tuple) else (result,)
-        parts = torch.autograd.grad(loss, weights, materialize_grads=True)  # 0 where unused
-        return torch.cat([part.flatten() for part in parts]), loss.detach(), *more
+        found = iter(torch.autograd.grad(loss, learnt, materialize_grads=True))  # 0 where unused
+        parts = [next(found) if w.requires_grad else torch.zeros_like(w) for w in weights]
+        return torch.cat([part.flatten() for part in parts]), *map(detached, (loss, *more))
 
     return gradient
 
@@ -1503,8 +1508,8 @@ def _compiled(function: Callable, args: RunArgs) -> Callable:
         torch._dynamo.config.trace_autograd_ops = True
     if args.compile == "graphs":
         return torch.compile(function, mode="reduce-overhead")
-    # On a CPU what calls the kernels is C++ as well, not Python, and random numbers are torch's own:
-    # the compiler's come one by one, and so does all that is fused with them.
+    # On a CPU what calls the kernels is C++ as well, not Python, and random numbers are torch's:
+    # the compiler's come one by one, and with them all that they are fused with.
     on_cpu = args.device == "cpu"
     options = {"cpp_wrapper": on_cpu, "fallback_random": on_cpu}
     return torch.compile(function, options=options)

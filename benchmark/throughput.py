@@ -37,7 +37,14 @@ import tyro
 import vec_envs
 from algos import ppo, ppo_hterm, ppo_hterm_variants, redq, sac_hterm
 from algos import sac as sac_script
-from algos.worker_learner import ReplayBuffer, Run, Workers, flatten, keep_freed_memory
+from algos.worker_learner import (
+    ReplayBuffer,
+    Run,
+    Workers,
+    flatten,
+    gradient_of,
+    keep_freed_memory,
+)
 from vec_envs.chasing import Chasing
 from vec_envs.core import available_cores
 
@@ -478,18 +485,18 @@ def hterm(options: Options) -> Iterator[tuple[str, str, Contenders]]:
         agent = script.Agent(workers.observation_space, workers.action_space, args)
         optimizer = torch.optim.Adam([flatten(agent)], torch.tensor(1e-4), fused=True)
         empty = workers.start(agent, args.horizon)
-        extra = ()
+        extra, gradients = (), gradient_of(script.minibatch_loss, agent)
         if script is ppo_hterm:
             extra = (ppo_hterm.EnergyMemory(empty, args),)
+            gradients = gradients, gradient_of(ppo_hterm.hamiltonian_term, agent)
         elif script is ppo_hterm_variants:
             extra = (ppo_hterm_variants.Windows(empty, args), args.hterm_coef)
-        rollout = workers.collect()
+            term = getattr(ppo_hterm_variants, f"{args.hterm}_term")
+            gradients = gradients, gradient_of(term, agent)
+        inputs = agent, optimizer, workers.collect(), gradients, args, *extra
 
-        def step(
-            i, update=script.update, loss=script.minibatch_loss, rest=(args, *extra), a=agent,
-            o=optimizer, r=rollout,
-        ):  # fmt: skip
-            update(a, o, r, loss, *rest)
+        def step(i, update=script.update, inputs=inputs):
+            update(*inputs)
 
         turns[what] = lambda step=step: per_second(step, 64 * 64, options.seconds)
     yield "PPO's update with the H-term", "transitions/s", turns

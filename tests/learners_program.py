@@ -121,7 +121,7 @@ def result(agent: nn.Module, optimizer, *others: nn.Module) -> dict[str, Tensor]
     state = {"learning_rate": torch.as_tensor(optimizer.param_groups[0]["lr"])}
     for number, network in enumerate((agent, *others)):
         state |= {f"{number}.{k}": x.double() for k, x in network.state_dict().items()}
-    own = ("discounted_return", "noise")
+    own = ("discounted_return", "noise", "kept")
     return {k: x for k, x in state.items() if not k.endswith(own)}
 
 
@@ -166,6 +166,10 @@ def on_policy(case: str) -> dict[str, Tensor]:
             for name in ("minibatch_loss", "batch_loss", "q_loss")
             if hasattr(module, name)
         )
+        gradients = gradient_of(loss, agent)
+        if "hterm" in name:
+            second = "hamiltonian_term" if name == "ppo_hterm" else f"{args.hterm}_term"
+            gradients = gradients, gradient_of(getattr(module, second), agent)
         extra: tuple = ()
         for number in range(UPDATES if name == "a2c" else 1):
             lead = HORIZON, ENVS
@@ -174,7 +178,7 @@ def on_policy(case: str) -> dict[str, Tensor]:
                 extra = (module.EnergyMemory(rollout, args),)
             if name == "ppo_hterm_variants":
                 extra = module.Windows(rollout, args), 0.125
-            module.update(agent, optimizer, rollout, loss, args, *extra)
+            module.update(agent, optimizer, rollout, gradients, args, *extra)
     return result(agent, optimizer)
 
 
@@ -225,7 +229,7 @@ def updates(name: str, module, agent: nn.Module, args, batches: list) -> tuple:
         which = {"dqn": "q_network", "d3qn": "q_network", "sac_discrete": "critics"}.get(name)
         target = copy.deepcopy(getattr(agent, which) if which else agent)
         weights, loss = flatten(agent), {"sac_discrete": "sac_loss"}.get(name, "q_loss")
-        loss = gradient_of(getattr(module, loss), agent) if which else module.td_loss
+        loss = gradient_of(getattr(module, loss if which else "td_loss"), agent)
         optimizer = torch.optim.Adam([weights], torch.tensor(1e-3), fused=True)
         remaining = iter(batches)
 

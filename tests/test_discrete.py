@@ -152,7 +152,7 @@ def test_gradient_of_dqn_and_d3qn(module, monkeypatch):
     monkeypatch.setattr(module, "td_target", lambda *arguments: torch.tensor(target))
     loss, _, *td_error = module.q_loss(agent, None, batch, args)
     if module is d3qn:  # what the priorities are made of
-        np.testing.assert_allclose(td_error[0], np.abs(error), rtol=1e-9)
+        np.testing.assert_allclose(td_error[0].detach(), np.abs(error), rtol=1e-9)
     assert_gradient(agent, loss, reference)
 
 

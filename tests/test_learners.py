@@ -71,10 +71,16 @@ if (os.environ.get("RANK"), os.environ.get("TORCHELASTIC_RESTART_COUNT")) == ("{
 
 # Else gloo's threads abort the learner as Python ends ("terminate called without an exception").
 COUNT_THREADS = """
-import atexit, multiprocessing, os
+import atexit, multiprocessing, os, time
+def threads():
+    names = (f"/proc/self/task/{number}/comm" for number in os.listdir("/proc/self/task"))
+    return [open(name).read().strip() for name in names if os.path.exists(name)]
 def count():
     if "RANK" in os.environ and multiprocessing.parent_process() is None:
-        print("threads in the end:", len(os.listdir("/proc/self/task")), flush=True)
+        until = time.monotonic() + 5  # some are about to end
+        while len(threads()) > 1 and time.monotonic() < until:
+            time.sleep(0.05)
+        print("threads in the end:", len(threads()), threads(), flush=True)
 atexit.register(count)
 """
 
