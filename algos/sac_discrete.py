@@ -101,6 +101,7 @@ LIMITS = {
 TUNED = {
     "CartPole": {
         **{"total_steps": 50_000, "eval_every": 10_000, "utd_ratio": 1.0, "learning_rate": 3e-4},
+        **{"exploration_fraction": 0.5},
     },
     "Acrobot": {"total_steps": 100_000, "eval_every": 20_000},
     "MountainCar": {"total_steps": 120_000, "eval_every": 20_000},
