@@ -265,12 +265,9 @@ def train(args: Args) -> Result:
     rollout = workers.start(agent, args.horizon, kept=())
     empty = {name: tensor for name, tensor in rollout.items() if name != "kept"}
     replay = ReplayBuffer(
-        *(run, empty, args.buffer_size),
-        n_step=args.n_step,
-        discount=args.discount,
-        prioritized=True,
-        priority_exponent=args.priority_exponent,
-    )
+        run, empty, args.buffer_size, n_step=args.n_step, discount=args.discount,
+        prioritized=True, priority_exponent=args.priority_exponent,
+    )  # fmt: skip
     q_gradient = run.gradient(q_loss, agent)
     state = {"target": target_network, "optimizer": optimizer, "replay": replay}
     step = run.start(agent=agent, workers=workers, **state)
