@@ -1489,8 +1489,8 @@ def gradient_of(loss_function: Callable, network: nn.Module, bf16: bool = False)
 def keep_freed_memory() -> None:
     """Have the C library (glibc) keep what is freed.
 
-    Tensors of a megabyte, new in each update, are else new pages from the kernel each time, which
-    takes a third of the time of redq.py's update (section sac of benchmark/throughput.py).
+    Tensors of a megabyte, made anew in each update, are else new pages from the kernel each time:
+    a good part of the time of redq.py's update.
     """
     if sys.platform == "linux":
         with contextlib.suppress(AttributeError):
