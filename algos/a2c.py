@@ -79,7 +79,7 @@ LIMITS = {
 TUNED = {
     "CartPole": {
         **{"total_steps": 50_000, "eval_every": 10_000, "num_envs": 8, "horizon": 5},
-        **{"learning_rate": 3e-3, "discount": 0.995},
+        **{"learning_rate": 3e-3, "discount": 0.98, "gae_lambda": 0.8},
     },
 }
 
