@@ -138,10 +138,10 @@ def train(options: Options, flags: list[str], seed: int) -> None:
 
 def append(path: Path, rows: list[dict]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    new = not path.exists()
     with open(path, "a", newline="") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # two runs may end at once
         writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-        if new:
+        if path.stat().st_size == 0:
             writer.writeheader()
         writer.writerows(rows)
 
