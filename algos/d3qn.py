@@ -15,7 +15,7 @@
 What makes it work, each where it stands:
 - `collect`: ε-greedy, ε annealed by the step; ε is a buffer of the agent, so worker processes see
   it as well. With --exploration-length a random action is kept for some steps (Dabney, Ostrovski,
-  Barreto 2021, arXiv:2006.01782): MountainCar's hill is never climbed by single random actions.
+  Barreto 2021, arXiv:2006.01782): single ones do not climb MountainCar's hill.
 - `td_target`: a truncated episode bootstraps from its true last observation, a terminated one does
   not. With --n-step the reward is r_0 + γ r_1 + … of n steps, which an episode's end cuts short.
 - `update`: the gradient is clipped, and Q̄ follows: a little each time (θ̄ ← θ̄ + τ (θ − θ̄)), or all
@@ -240,11 +240,11 @@ def q_loss(agent: Agent, target_network, batch, args: Args) -> tuple[Tensor, Ten
     return loss, q, (q - y).abs()
 
 
-def update(agent: Agent, target_network, optimizer, replay, q_gradient, args: Args) -> dict:
+def update(agent: Agent, target_network, optimizer, replay, loss_gradient, args: Args) -> dict:
     """One gradient step on a batch from the replay buffer -> what to log."""
     (weights,) = optimizer.param_groups[0]["params"]  # all of them in one vector
     batch = replay.sample(args.batch_size)
-    weights.grad, loss, q, td_error = q_gradient(agent, target_network, batch, args)
+    weights.grad, loss, q, td_error = loss_gradient(agent, target_network, batch, args)
     replay.update_priorities(batch["index"], td_error)
     average_gradients(weights)
     norm = weights.grad.norm()
@@ -268,7 +268,7 @@ def train(args: Args) -> Result:
         run, empty, args.buffer_size, n_step=args.n_step, discount=args.discount,
         prioritized=True, priority_exponent=args.priority_exponent,
     )  # fmt: skip
-    q_gradient = run.gradient(q_loss, agent)
+    loss_gradient = run.gradient(q_loss, agent)
     state = {"target": target_network, "optimizer": optimizer, "replay": replay}
     step = run.start(agent=agent, workers=workers, **state)
     rollout["kept"][-1] = agent.kept  # of a resumed run
@@ -287,7 +287,7 @@ def train(args: Args) -> Result:
         losses: dict[str, Tensor] = {}
         if len(replay) >= min(args.warmup_steps, args.buffer_size):
             for number in range(int(before * args.utd_ratio), int(step * args.utd_ratio)):
-                losses = update(agent, target_network, optimizer, replay, q_gradient, args)
+                losses = update(agent, target_network, optimizer, replay, loss_gradient, args)
                 if number % args.target_every == 0:
                     target_weights.lerp_(weights.detach(), args.polyak)
 

@@ -13,7 +13,7 @@ arXiv:1509.06461. Q is the network with weights θ, Q̄ its slow copy, the targe
 What makes it work, each where it stands:
 - `collect`: ε-greedy, ε annealed by the step; ε is a buffer of the agent, so worker processes see
   it as well. With --exploration-length a random action is kept for some steps (Dabney, Ostrovski,
-  Barreto 2021, arXiv:2006.01782): MountainCar's hill is never climbed by single random actions.
+  Barreto 2021, arXiv:2006.01782): single ones do not climb MountainCar's hill.
 - `td_target`: a truncated episode bootstraps from its true last observation, a terminated one does
   not. With --n-step the reward is r_0 + γ r_1 + … of n steps, which an episode's end cuts short.
 - `update`: the gradient is clipped, and Q̄ follows: a little each time (θ̄ ← θ̄ + τ (θ − θ̄)), or all
@@ -229,11 +229,11 @@ def q_loss(agent: Agent, target_network, batch, args: Args) -> tuple[Tensor, Ten
     return nn.functional.smooth_l1_loss(q, y), q
 
 
-def update(agent: Agent, target_network, optimizer, replay, q_gradient, args: Args) -> dict:
+def update(agent: Agent, target_network, optimizer, replay, loss_gradient, args: Args) -> dict:
     """One gradient step on a batch from the replay buffer -> what to log."""
     (weights,) = optimizer.param_groups[0]["params"]  # all of them in one vector
     batch = replay.sample(args.batch_size)
-    weights.grad, loss, q = q_gradient(agent, target_network, batch, args)
+    weights.grad, loss, q = loss_gradient(agent, target_network, batch, args)
     average_gradients(weights)
     norm = weights.grad.norm()
     weights.grad.mul_((args.max_grad_norm / (norm + 1e-6)).clamp(max=1))
@@ -253,7 +253,7 @@ def train(args: Args) -> Result:
     rollout = workers.start(agent, args.horizon, kept=())
     empty = {name: tensor for name, tensor in rollout.items() if name != "kept"}
     replay = ReplayBuffer(run, empty, args.buffer_size, n_step=args.n_step, discount=args.discount)
-    q_gradient = run.gradient(q_loss, agent)
+    loss_gradient = run.gradient(q_loss, agent)
     state = {"target": target_network, "optimizer": optimizer, "replay": replay}
     step = run.start(agent=agent, workers=workers, **state)
     rollout["kept"][-1] = agent.kept  # of a resumed run
@@ -271,7 +271,7 @@ def train(args: Args) -> Result:
         losses: dict[str, Tensor] = {}
         if len(replay) >= min(args.warmup_steps, args.buffer_size):
             for number in range(int(before * args.utd_ratio), int(step * args.utd_ratio)):
-                losses = update(agent, target_network, optimizer, replay, q_gradient, args)
+                losses = update(agent, target_network, optimizer, replay, loss_gradient, args)
                 if number % args.target_every == 0:
                     target_weights.lerp_(weights.detach(), args.polyak)
 

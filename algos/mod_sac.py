@@ -228,7 +228,7 @@ def temperature_loss(agent: Agent, log_prob: Tensor) -> Tensor:
 def policy_loss(agent: Agent, batch: dict, args: Args) -> tuple[Tensor, Tensor, Tensor]:
     """What actor and temperature lower together, the actor's part of it, log π(ã|s) (B,)."""
     loss, log_prob = actor_loss(agent, batch, args)
-    return loss + temperature_loss(agent, log_prob), loss.detach(), log_prob
+    return loss + temperature_loss(agent, log_prob), loss, log_prob
 
 
 def gradient_step(gradient: Tensor, optimizer, max_grad_norm: float) -> None:

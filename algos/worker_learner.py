@@ -366,19 +366,16 @@ class Run:
             signal.signal(number, handler)
         self._handlers.clear()
 
-    def compile(self, function: Callable) -> Callable:
-        """A loss `function` under torch.compile as --compile says."""
+    def gradient(self, loss_function: Callable, network: nn.Module) -> Callable:
+        """`gradient_of` a loss, in bfloat16 as --bf16 says, compiled as --compile says."""
+        bf16 = getattr(self.args, "bf16", False) and _multiplies_bf16(self.device)
+        function = gradient_of(loss_function, network, bf16)
         if self.args.compile in ("none", "rollout"):
             return function
         if self.learners > 1:  # what learners tell each other interrupts what is compiled
             global _group_mean
             _group_mean = torch.compiler.disable(_group_mean)
         return _compiled(function, self.args)
-
-    def gradient(self, loss_function: Callable, network: nn.Module) -> Callable:
-        """`gradient_of` a loss, in bfloat16 as --bf16 says, compiled as --compile says."""
-        bf16 = getattr(self.args, "bf16", False) and _multiplies_bf16(self.device)
-        return self.compile(gradient_of(loss_function, network, bf16))
 
     # Files.
 
@@ -1445,19 +1442,16 @@ def parse(args_class: type[RunArgs], tuned: dict[str, dict[str, Any]]) -> RunArg
 
 
 def flatten(agent: nn.Module) -> nn.Parameter:
-    """Make all parameters of `agent` views of one vector, which is returned, with its gradient.
+    """Make all parameters of `agent` views of one vector, which is returned.
 
     For an optimizer that then has one tensor: one kernel a step, one norm to clip, one all-reduce,
-    instead of one a layer. The gradient is emptied by `grad.zero_()`, not by setting it to None.
+    instead of one a layer. Its gradient comes from `gradient_of`.
     """
     parameters = list(agent.parameters())
     vector = nn.Parameter(nn.utils.parameters_to_vector(parameters).detach())
-    vector.grad = torch.zeros_like(vector)
-    sizes = [parameter.numel() for parameter in parameters]
-    for parameter, data, grad in zip(
-        parameters, vector.data.split(sizes), vector.grad.split(sizes), strict=True
-    ):
-        parameter.data, parameter.grad = data.view_as(parameter), grad.view_as(parameter)
+    parts = vector.data.split([parameter.numel() for parameter in parameters])
+    for parameter, part in zip(parameters, parts, strict=True):
+        parameter.data = part.view_as(parameter)
     return vector
 
 

@@ -527,7 +527,6 @@ def sac_stepper(script=sac_script, **flags: bool | str) -> Callable[[int], None]
     if with_term:
         rollout |= {"x": torch.randn(1000, 4, ACT), "log_prob": -torch.ones(1000, 4) * ACT}
     run = SimpleNamespace(device=torch.device("cpu"), args=args, learners=1)
-    run.compile = functools.partial(Run.compile, run)
     replay = ReplayBuffer(run, rollout, 4000)
     replay.add(rollout)
     functions = (script.critic_loss, agent.critics), (script.policy_loss, agent.actor)

@@ -304,13 +304,17 @@ class Corridor:
         return self.obs, zeros, nothing, nothing, info
 
 
-@pytest.mark.parametrize("module", [pqn, dqn, d3qn])
-def test_actions_are_random_with_probability_epsilon(module):
-    agent, _ = make_agent(module)
+def empty_rollout():
     names = ("reward", "terminated", "done", "episode_return", "episode_length", "kept")
     rollout = {name: torch.zeros(100, 300) for name in names}
     rollout |= {"obs": torch.zeros(100, 300, 5), "next_obs": torch.zeros(100, 300, 5)}
-    rollout["action"] = torch.zeros(100, 300, dtype=torch.int64)
+    return rollout | {"action": torch.zeros(100, 300, dtype=torch.int64)}
+
+
+@pytest.mark.parametrize("module", [pqn, dqn, d3qn])
+def test_actions_are_random_with_probability_epsilon(module):
+    agent, _ = make_agent(module)
+    rollout = empty_rollout()
     for epsilon in (0.0, 0.3, 1.0):
         agent.epsilon.fill_(epsilon)
         module.collect(agent, Corridor(), rollout)
@@ -325,11 +329,7 @@ def test_random_actions_are_kept(module):
     """A part ε of all steps is random, in runs of the mean length L, also across rollouts."""
     agent, _ = make_agent(module, exploration_length=5.0)
     agent.epsilon.fill_(0.4)
-    names = ("reward", "terminated", "done", "episode_return", "episode_length", "kept")
-    rollout = {name: torch.zeros(100, 300) for name in names}
-    rollout |= {"obs": torch.zeros(100, 300, 5), "next_obs": torch.zeros(100, 300, 5)}
-    rollout["action"] = torch.zeros(100, 300, dtype=torch.int64)
-    kept = []
+    rollout, kept = empty_rollout(), []
     for _ in range(3):
         module.collect(agent, Corridor(), rollout)
         kept.append(rollout["kept"].clone())

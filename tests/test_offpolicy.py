@@ -1,7 +1,6 @@
 """ddpg.py, td3.py and sac.py against references written out independently, and their resume."""
 
 import copy
-import functools
 import math
 import shutil
 import signal
@@ -300,7 +299,6 @@ def test_a_compiled_gradient_is_the_same():
     agent, target, args = make_agent(td3, target_noise=0.0)
     run_args = worker_learner.RunArgs(compile="default")
     run = SimpleNamespace(args=run_args, learners=1, device=torch.device("cpu"))
-    run.compile = functools.partial(worker_learner.Run.compile, run)
     compiled = worker_learner.Run.gradient(run, td3.critic_loss, agent.critics)
     eager = worker_learner.gradient_of(td3.critic_loss, agent.critics)
     for _ in range(2):
