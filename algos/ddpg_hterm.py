@@ -115,7 +115,7 @@ LIMITS = {
 
 # What differs by environment; a flag on the command line wins.
 TUNED = {
-    "Pendulum": {"total_steps": 10_000, "warmup_steps": 1000, "learning_rate": 1e-3},
+    "Pendulum": {"total_steps": 10_000, "warmup_steps": 1000},
 }
 
 

@@ -154,6 +154,8 @@ def test_a2c_gradient_is_ppos_before_the_first_step():
     """At θ = θ_old the ratio is 1 and PPO's gradient is the policy gradient."""
     agent, args = make_agent(entropy_coef=0.01)
     batch = random_batch(agent)
+    advantage = batch["advantage"]  # which PPO normalises and A2C takes as it is
+    batch["advantage"] = (advantage - advantage.mean()) / advantage.std()
     batch["log_prob"] = agent.log_prob_entropy(batch["obs"], batch["action"])[0].detach()
     for module, function in ((ppo, ppo.minibatch_loss), (a2c, a2c.batch_loss)):
         agent.zero_grad()
