@@ -99,7 +99,10 @@ LIMITS = {
 
 # What differs by environment; a flag on the command line wins.
 TUNED = {
-    "Pendulum": {"total_steps": 10_000, "warmup_steps": 1000},
+    "Pendulum": {
+        **{"total_steps": 10_000, "warmup_steps": 1000, "hidden_size": 64},
+        **{"critic_hidden_size": 128},
+    },
 }
 
 

@@ -1210,7 +1210,9 @@ def var_mean_over_learners(
     x: Tensor, dim: int | None = None, keepdim: bool = False
 ) -> tuple[Tensor, Tensor]:
     """torch.var_mean(x, dim, correction=0) of the union of all learners' x, all of one shape."""
-    var, mean = torch.var_mean(x, dim, correction=0, keepdim=keepdim)
+    mean = x.mean(dim, keepdim=True)
+    var = (x - mean).square().mean(dim, keepdim=keepdim)  # torch.var_mean is slow on a CPU
+    mean = mean.view_as(var)
     if count_learners() == 1:
         return var, mean
     mean = mean.double()  # in which E[x²] − E[x]² loses nothing that counts
