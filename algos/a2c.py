@@ -4,7 +4,7 @@ Mnih et al. 2016, arXiv:1602.01783, its synchronous form. With the advantage Â_
 
     L(θ) = − E[ Â_t log π_θ(a_t|s_t) ] + c_V ½ E[ (V(s_t) − R_t)² ] − c_H E[ H(π(·|s_t)) ]
 
-    python algos/a2c.py --env Ant            continuous actions (Box)
+    python algos/a2c.py --env HalfCheetah    continuous actions (Box)
     python algos/a2c.py --env CartPole       discrete actions
 
 What makes it work, each where it stands:
