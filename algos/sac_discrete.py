@@ -22,6 +22,8 @@ What makes it work, each where it stands:
   short.
 - `target_entropy_at`: the paper's H̄, 0.98 of the largest entropy, explores, and keeps the policy
   almost random for ever; it falls from there (Xu et al. 2021, arXiv:2112.02852, lower it as well).
+- `collect`: --exploration-length keeps the noise of a draw for some steps, as dqn.py a random
+  action. Acrobot needs it: of 192 episodes with a new draw in each step, three reached the goal.
 - `train`: the number of updates follows the transitions collected, however many environments there
   are.
 """
@@ -80,6 +82,8 @@ class Args(RunArgs):
     """H̄ in the end, as a part of log(number of actions), the entropy of choosing blindly"""
     exploration_fraction: float = 0.2
     """part of the run during which H̄ falls to it from the paper's 0.98"""
+    exploration_length: float = 1.0
+    """steps for which the noise that draws the action is kept, in the mean"""
     initial_temperature: float = 0.2
     """α in the beginning"""
     hidden_size: int = 128
@@ -95,6 +99,7 @@ LIMITS = {
     "log_every": (1, None),
     **dict.fromkeys(("discount", "polyak", "target_entropy", "exploration_fraction"), (0, 1)),
     "initial_temperature": (1e-9, None),
+    "exploration_length": (1, None),
 }
 
 # What differs by environment, as in the tables of papers; a flag on the command line wins.
@@ -103,7 +108,11 @@ TUNED = {
         **{"total_steps": 50_000, "eval_every": 10_000, "utd_ratio": 1.0, "learning_rate": 3e-4},
         **{"exploration_fraction": 0.5},
     },
-    "Acrobot": {"total_steps": 100_000, "eval_every": 20_000},
+    "Acrobot": {
+        **{"total_steps": 100_000, "eval_every": 20_000, "n_step": 3, "utd_ratio": 1.0},
+        **{"hidden_size": 256, "polyak": 0.005, "exploration_length": 6, "warmup_steps": 5000},
+        **{"exploration_fraction": 0.3, "initial_temperature": 1.0},
+    },
     "MountainCar": {"total_steps": 120_000, "eval_every": 20_000},
     "LunarLander-v3": {"total_steps": 300_000, "eval_every": 50_000},
 }
@@ -167,7 +176,10 @@ class Critics(nn.Module):
 
 
 class Agent(nn.Module):
-    """Actor, critics, temperature. forward: observation (N, obs_dim) → argmax_a π(a|s), (N,)."""
+    """Actor, critics, temperature. forward: observation (N, obs_dim) → action (N,).
+
+    The most probable action or, with Gumbel noise (N, num_actions) on the logits, a draw from π.
+    """
 
     def __init__(self, observation_space, action_space, args: Args):
         super().__init__()
@@ -178,14 +190,11 @@ class Agent(nn.Module):
         self.critics = Critics(obs_dim, self.num_actions, args.hidden_size)
         self.log_temperature = nn.Parameter(torch.tensor(math.log(args.initial_temperature)))
         self.register_buffer("target_entropy", torch.tensor(0.98))  # of log(num_actions)
+        self.register_buffer("noise", torch.zeros(args.num_envs, self.num_actions))
+        self.exploration_length = args.exploration_length
 
-    def forward(self, obs: Tensor) -> Tensor:
-        return self.actor(self.normalizer(obs)).argmax(-1)
-
-    def sample(self, obs: Tensor) -> Tensor:
-        logits = self.actor(self.normalizer(obs))
-        # argmax of logits plus Gumbel noise is a draw from the softmax
-        return (logits - torch.empty_like(logits).exponential_().log()).argmax(-1)
+    def forward(self, obs: Tensor, noise: Tensor | float = 0.0) -> Tensor:
+        return (self.actor(self.normalizer(obs)) + noise).argmax(-1)
 
 
 def check_action_space(space: gymnasium.Space, env: str) -> None:
@@ -195,10 +204,19 @@ def check_action_space(space: gymnasium.Space, env: str) -> None:
 
 @torch.no_grad()
 def collect(agent: Agent, envs: vec_envs.VecEnv, rollout: dict[str, Tensor]) -> None:
-    """T steps of the present policy in every env."""
+    """T steps of the present policy in every env.
+
+    The noise of a draw is kept with probability 1 − 1/L, L = --exploration-length: each draw is
+    still one from π, but several in a row agree where π leaves the choice open.
+    """
+    gumbel = -torch.empty_like(rollout["noise"]).exponential_().log()  # (T, N, num_actions)
+    stays = torch.rand_like(gumbel[..., :1]) > 1 / agent.exploration_length
     for t in range(len(rollout["obs"])):
         obs = envs.obs
-        action = agent.sample(obs)
+        kept = rollout["noise"][t - 1]  # before 0: the last rollout's
+        noise = torch.where(stays[t], kept, gumbel[t])
+        action = agent(obs, noise)
+        rollout["noise"][t] = noise
         rollout["obs"][t] = obs
         rollout["action"][t] = action
         _, reward, terminated, truncated, info = envs.step(action)
@@ -280,17 +298,20 @@ def train(args: Args) -> Result:
     critic_weights = weights.detach()[-len(target_weights) :]  # the agent's last parameters
     learning_rate = torch.tensor(args.learning_rate, device=run.device)
     optimizer = torch.optim.Adam([weights], learning_rate, fused=True)
-    empty = workers.start(agent, args.horizon)
+    rollout = workers.start(agent, args.horizon, noise=(agent.num_actions,))
+    empty = {name: tensor for name, tensor in rollout.items() if name != "noise"}
     replay = ReplayBuffer(run, empty, args.buffer_size, n_step=args.n_step, discount=args.discount)
     loss_gradient = run.gradient(sac_loss, agent)
     state = {"target": target_critics, "optimizer": optimizer, "replay": replay}
     step = run.start(agent=agent, workers=workers, **state)
+    rollout["noise"][-1] = agent.noise  # of a resumed run
 
     while step < args.total_steps:
         agent.target_entropy.fill_(target_entropy_at(step, args))
         left = 1 - step / args.total_steps
         optimizer.param_groups[0]["lr"].fill_(args.learning_rate * left)
         rollout = workers.collect()
+        agent.noise.copy_(rollout["noise"][-1])
         replay.add(rollout)
         agent.normalizer.update(rollout["obs"])
         before, step = step, step + args.horizon * args.num_envs * run.learners

@@ -169,8 +169,10 @@ def table(path: Path) -> None:
 def figure(results: Path) -> None:
     """A panel an environment: every seed's curve thin, the seeds' median thick, a colour a script.
 
-    Only of runs with the scripts' own settings; simple policies' returns, where known, dotted.
+    Only of runs with the scripts' own settings (how long, how often evaluated and how fast are
+    none); simple policies' returns, where known, dotted.
     """
+    no_settings = {"--total-steps", "--eval-every", "--compile", "--bf16"}
     try:
         from matplotlib import pyplot
     except ImportError:
@@ -178,7 +180,7 @@ def figure(results: Path) -> None:
     panels: dict[str, dict[str, dict[str, list[tuple[int, float]]]]] = {}
     with open(results / "curves.csv", newline="") as file:
         for row in csv.DictReader(file):
-            if not row["flags"] or shlex.split(row["flags"])[:-1] == ["--eval-every"]:
+            if {w for w in shlex.split(row["flags"]) if w.startswith("--")} <= no_settings:
                 seeds = panels.setdefault(row["env"], {}).setdefault(row["script"], {})
                 seeds.setdefault(row["seed"], []).append((int(row["step"]), float(row["return"])))
     if not panels:

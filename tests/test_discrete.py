@@ -259,7 +259,7 @@ def test_gradient_of_discrete_sac(monkeypatch):
 
 
 def test_target_of_discrete_sac_is_what_samples_converge_to():
-    """Σ_a π(a|s') [...] is the mean of [...] over actions drawn by `sample`."""
+    """Σ_a π(a|s') [...] is the mean of [...] over actions drawn by Gumbel noise."""
     agent, _ = make_agent(sac_discrete)
     target_critics, batch = copy.deepcopy(agent.critics), random_batch()
     with torch.no_grad():
@@ -267,7 +267,8 @@ def test_target_of_discrete_sac_is_what_samples_converge_to():
             parameter.add_(0.5 * torch.randn_like(parameter))
     batch = {name: value[:2].repeat_interleave(40_000, 0) for name, value in batch.items()}
     batch["terminated"][:] = False
-    action = agent.sample(batch["next_obs"]).numpy()
+    noise = -torch.empty(80_000, 3).exponential_().log()
+    action = agent(batch["next_obs"], noise).numpy()
     log_alpha, actor, _ = sac_parts(flat(agent))
     *_, critics = sac_parts(np.concatenate([flat(agent)[:1], actor, flat(target_critics)]))
     x, rows = normalized(batch, "next_obs"), np.arange(80_000)
@@ -347,6 +348,29 @@ def test_random_actions_are_kept(module):
     assert changes[99][seam].double().mean().item() == pytest.approx(differs, abs=0.2)
 
 
+@pytest.mark.parametrize("length", [1.0, 5.0])
+def test_noise_of_discrete_sac_is_kept(length):
+    """Each draw is one from π; the noise changes after L steps in the mean, across rollouts too."""
+    agent, _ = make_agent(sac_discrete, exploration_length=length)
+    rollout, noise = empty_rollout() | {"noise": torch.zeros(100, 300, 3)}, []
+    counts = torch.zeros(300, 3)
+    for number in range(12):
+        sac_discrete.collect(agent, Corridor(), rollout)
+        logits = agent.actor(agent.normalizer(Corridor.obs))
+        assert torch.equal(rollout["action"], (logits + rollout["noise"]).argmax(-1))
+        noise.append(rollout["noise"].clone())
+        if number > 1:  # the first draw may be long in coming
+            counts += torch.nn.functional.one_hot(rollout["action"], 3).sum(0)
+    probs = logits.softmax(-1)
+    error = (probs * (1 - probs) * (2 * length - 1) / 1000).sqrt()  # of draws kept for L steps
+    assert ((counts / 1000 - probs).abs() < 6 * error + 0.01).all()
+    assert (counts.mean(0) / 1000 - probs.mean(0)).abs().max() < 0.01
+    noise = torch.cat(noise[2:])
+    changes = (noise[1:] != noise[:-1]).any(-1).double()
+    assert changes.mean().item() == pytest.approx(1 / length, abs=0.01)
+    assert changes[99::100].mean().item() == pytest.approx(1 / length, abs=0.06)  # the seams
+
+
 def test_worker_processes_see_epsilon():
     args = dqn.Args(num_envs=2, num_workers=1, device="cpu")
     run = SimpleNamespace(args=args, device=torch.device("cpu"), check_rollout=lambda _: None)
@@ -378,7 +402,7 @@ FLAGS = {
     "pqn": "--horizon 16 --minibatch-size 32 --epochs 1",
     "dqn": f"{REPLAY} --double-q --target-every 7 --polyak 0.5 --exploration-length 9",
     "d3qn": f"{REPLAY} --horizon 4",
-    "sac_discrete": REPLAY,
+    "sac_discrete": f"{REPLAY} --exploration-length 9",
 }
 
 
