@@ -44,10 +44,14 @@ ARMS = {
     "logstd": "ppo_hterm_variants --hterm-coef 0",  # the base with the noise that `memory` had
     "gae": "ppo --gae-lambda 0.98",
     "sb3": "stable_baselines",
-    "sac": "sac",
-    "sac_hterm": "sac_hterm",
+    **{  # each beside its +H; the flags are for speed, on both alike
+        name: f"{name} --bf16 --compile default"
+        for base in ("ddpg", "td3", "sac")
+        for name in (base, f"{base}_hterm")
+    },
 }
-BASE = {"sac_hterm": "sac"}  # what an arm is compared with, if not with `base`
+# what an arm is compared with, if not with `base`
+BASE = {"ddpg_hterm": "ddpg", "td3_hterm": "td3", "sac_hterm": "sac"}
 SCHEDULE_POINTS = 11  # of the noise that `logstd` takes over
 
 
