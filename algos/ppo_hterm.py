@@ -104,7 +104,10 @@ TUNED = {
     "CartPole": {
         **{"total_steps": 49_152, "eval_every": 10_000, "learning_rate": 1e-3, "gae_lambda": 0.98},
     },
-    "Acrobot": {"total_steps": 98_304, "eval_every": 20_000},
+    "Acrobot": {
+        **{"total_steps": 98_304, "eval_every": 20_000, "num_envs": 32, "minibatch_size": 256},
+        **{"learning_rate": 1e-3, "discount": 0.98},
+    },
     "Ant": {
         **{"total_steps": 2_500_000, "horizon": 32, "epochs": 4, "minibatch_size": 1024},
         **{"learning_rate": 1e-3, "initial_log_std": -1.0, "hterm_coef": 0.1},
