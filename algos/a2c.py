@@ -80,7 +80,7 @@ TUNED = {
         **{"total_steps": 50_000, "eval_every": 10_000, "num_envs": 8, "horizon": 5},
         **{"discount": 0.995, "gae_lambda": 0.9},
     },
-    "Acrobot": {"total_steps": 100_000, "eval_every": 20_000},
+    "Acrobot": {"total_steps": 100_000, "eval_every": 20_000, "num_envs": 16, "horizon": 5},
 }
 
 
