@@ -23,7 +23,7 @@ What makes it work, each where it stands:
 - `target_entropy_at`: the paper's H̄, 0.98 of the largest entropy, explores, and keeps the policy
   almost random for ever; it falls from there (Xu et al. 2021, arXiv:2112.02852, lower it as well).
 - `collect`: --exploration-length keeps the noise of a draw for some steps, as dqn.py a random
-  action. Acrobot needs it: of 192 episodes with a new draw in each step, three reached the goal.
+  action. Acrobot needs it: with a new draw in each step hardly an episode reaches the goal.
 - `train`: the number of updates follows the transitions collected, however many environments there
   are.
 """
