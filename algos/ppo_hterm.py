@@ -6,17 +6,19 @@ Liu, Li, Wu, Wang 2023, "Stationary Deep RL with Quantum K-spin Hamiltonian Regu
 Algorithm 1 keeps trajectories in a second memory and lifts the log-probability of the best. With
 the critic as the baseline, "best" means better than expected now:
 
-    memory   the last M rollouts, each step (s, a, R), R = λ-return, a bootstrapped K-step chain
+    memory   the last M rollouts; R, the λ-return of a step, is a bootstrapped K-step chain
     E(s,a) = max(0, R − V_θ(s))                        energy the present policy leaves unused
     L_H    = − mean[ min(E/Ē, 3) σ̄² log π_θ(a|s) ] + 0.05 mean[ E² ]      (s,a) drawn ∝ E
     L      = L_PPO + λ L_H
 
-Ē is the mean of the positive E; σ is not differentiated, and σ̄² (its mean square) makes the step
-of the mean independent of it. L_H is exactly zero when nothing in memory beats the critic, and
-with λ = 0 the run is ppo.py's, bit for bit. It is self-imitation learning (Oh, Guo, Singh, Lee
-2018, arXiv:1806.05635) seen from the Hamiltonian's side: a one-sided bound, not an estimator of
-the policy gradient, biased towards lucky outcomes where the environment is random. Whether it
-helps has not been studied yet; on Ant, three seeds, the median was 5662 with λ = 0.1, 6032 without.
+R is computed again before each update, with the present critic and the present scale of rewards:
+a return in the units of its day looks like energy when the scale has grown since. Ē is the mean
+of the positive E; σ is not differentiated, and σ̄² (its mean square) makes the step of the mean
+independent of it. L_H is exactly zero when nothing in memory beats the critic, and with λ = 0 the
+run is ppo.py's, bit for bit. It is self-imitation learning (Oh, Guo, Singh, Lee 2018,
+arXiv:1806.05635) seen from the Hamiltonian's side: a one-sided bound, not an estimator of the
+policy gradient, biased towards lucky outcomes where the environment is random. Whether it helps
+is being studied: benchmark/README.md.
 
     python algos/ppo_hterm.py --env Ant        `diff algos/ppo.py algos/ppo_hterm.py`: the lesson
 
@@ -167,6 +169,9 @@ class RewardScaler(nn.Module):
             returns[t] = self.discounted_return
             self.discounted_return.masked_fill_(done[t], 0)
         self.statistics.update(returns.unsqueeze(-1))
+        return self.scale(reward)
+
+    def scale(self, reward: Tensor) -> Tensor:
         return (reward * torch.rsqrt(self.statistics.var + 1e-8)).clamp(-10, 10)
 
 
@@ -322,53 +327,52 @@ def minibatch_loss(agent: Agent, batch: dict[str, Tensor], args: Args) -> tuple[
 
 
 class EnergyMemory(nn.Module):
-    """The steps of the last M rollouts: raw observations, actions and λ-returns, (M, T·N, ...)."""
+    """The last M rollouts as they were collected, (T, M, N, ...)."""
+
+    NAMES = ("obs", "next_obs", "action", "reward", "terminated", "done")
 
     def __init__(self, rollout: dict[str, Tensor], args: Args):
         super().__init__()
-        for name in ("obs", "action"):
-            empty = torch.zeros_like(rollout[name].flatten(0, 1))
-            self.register_buffer(name, empty.repeat(args.hterm_memory, *[1] * empty.dim()))
-        # an empty place returns less than any critic expects: it has no energy
-        empty = torch.full_like(rollout["reward"].flatten(), -1e9)
-        self.register_buffer("returns", empty.repeat(args.hterm_memory, 1))
-        self.register_buffer("next_place", torch.zeros(1, dtype=torch.int64, device=empty.device))
+        for name in self.NAMES:
+            empty = torch.zeros_like(rollout[name]).unsqueeze(1)
+            self.register_buffer(name, empty.repeat_interleave(args.hterm_memory, 1))
+        self.register_buffer("filled", torch.zeros_like(self.done))
+        self.register_buffer("next_place", torch.zeros_like(self.done[0, :1, 0], dtype=torch.int64))
 
-    def add(self, rollout: dict[str, Tensor], returns: Tensor) -> None:
-        """Put a rollout with its returns (T·N,) in the place of the oldest."""
-        steps = {"obs": rollout["obs"], "action": rollout["action"], "returns": returns}
-        for name, value in steps.items():
-            memory = getattr(self, name)
-            memory.index_copy_(0, self.next_place, value.reshape(1, *memory.shape[1:]))
-        self.next_place.add_(1).remainder_(len(self.returns))
+    def add(self, rollout: dict[str, Tensor]) -> None:
+        """Put a rollout in the place of the oldest."""
+        for name in self.NAMES:
+            getattr(self, name).index_copy_(1, self.next_place, rollout[name].unsqueeze(1))
+        self.filled.index_fill_(1, self.next_place, True)
+        self.next_place.add_(1).remainder_(self.filled.shape[1])
 
     @torch.no_grad()
-    def draw(
-        self, agent: Agent, batch_size: int, uniform: bool = False
-    ) -> Iterator[dict[str, Tensor]]:
-        """Minibatches without end, each step with probability ∝ E = max(0, R − V_θ(s)).
+    def draw(self, agent: Agent, batch_size: int, args: Args) -> Iterator[dict[str, Tensor]]:
+        """Minibatches without end, each step with probability ∝ E, by the present critic.
 
-        E is computed once, for a random quarter of the memory: V of all would cost as much time as
-        the epochs, and what is drawn here again and again is far less.
+        E is computed once, for a random quarter of the environments: V of all would cost as much
+        time as the epochs, and what is drawn here again and again is far less.
         """
-        places = self.returns.numel()
-        index = torch.randint(places, (max(places // 4, 1),), device=self.returns.device)
-        x = agent.normalizer(self.obs.flatten(0, 1)[index])  # (candidates, obs_dim)
-        action, returns = self.action.flatten(0, 1)[index], self.returns.flatten()[index]
-        energy = (returns - agent.value(x)).clamp(min=0)
+        envs = torch.randperm(self.filled.shape[2], device=self.filled.device)
+        envs = envs[: math.ceil(len(envs) / 4)]
+        kept = {name: getattr(self, name)[:, :, envs] for name in (*self.NAMES, "filled")}
+        obs = agent.normalizer(kept["obs"])
+        value, next_value = agent.value(obs), agent.value(agent.normalizer(kept["next_obs"]))
+        reward = agent.reward_scaler.scale(kept["reward"])
+        advantage = gae(reward, value, next_value, kept["terminated"], kept["done"], args)
+        advantage = advantage.masked_fill(~kept["filled"], -1e9)  # an empty place has no energy
+        energy = advantage.clamp(min=0)
         positive = mean_over_learners((energy > 0).sum())
         mean_energy = mean_over_learners(energy.sum()) / positive.clamp(min=1)
-        chance = (returns > -1e9).float() if uniform else energy  # no empty places
-        cumulated = chance.double().cumsum(0)
+        steps = {"obs": obs, "action": kept["action"], "returns": advantage + value}
+        steps = {name: tensor.flatten(0, 2) for name, tensor in steps.items()}
+        chance = kept["filled"] if args.hterm_selection == "uniform" else energy
+        cumulated = chance.flatten().double().cumsum(0)
         while True:
             height = torch.rand_like(cumulated[-1].expand(batch_size)) * cumulated[-1]
-            chosen = torch.searchsorted(cumulated, height, right=True).clamp(max=len(x) - 1)
-            yield {
-                "obs": x[chosen],
-                "action": action[chosen],
-                "returns": returns[chosen],
-                "mean_energy": mean_energy,
-            }
+            chosen = torch.searchsorted(cumulated, height, right=True).clamp(max=len(cumulated) - 1)
+            spins = {name: tensor[chosen] for name, tensor in steps.items()}
+            yield spins | {"mean_energy": mean_energy}
 
 
 def hamiltonian_term(agent: Agent, spins: dict[str, Tensor], uniform: bool = False) -> Tensor:
@@ -391,9 +395,9 @@ def update(agent: Agent, optimizer, rollout, gradients, args: Args, memory) -> d
     loss_gradient, hamiltonian_gradient = gradients
     batch = prepare(agent, rollout, args)
     if args.hterm_coef > 0:
-        memory.add(rollout, batch["returns"])
+        memory.add(rollout)
+        spins = memory.draw(agent, args.minibatch_size // 2, args)
         uniform = args.hterm_selection == "uniform"
-        spins = memory.draw(agent, args.minibatch_size // 2, uniform)
     size, device = len(batch["obs"]), batch["obs"].device
     sums: dict[str, Tensor] = {}
     steps = 0

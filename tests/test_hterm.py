@@ -37,17 +37,21 @@ def test_lambda_zero_is_the_base_algorithm_bit_for_bit(module, tmp_path):
 
 
 def memory_of(returns: torch.Tensor):
-    """An agent and a memory that holds one rollout with these returns (T, N)."""
+    """An agent, an empty memory, and a rollout of one-step episodes with these returns (T, N)."""
     torch.manual_seed(0)
     args = ppo_hterm.Args(num_envs=returns.shape[1], hidden_size=8, hterm_memory=2)
     agent = ppo_hterm.Agent(OBS, BOX, args)
+    agent.reward_scaler.statistics.var.fill_(1)
     rollout = {
         "obs": torch.randn(*returns.shape, 3),
+        "next_obs": torch.randn(*returns.shape, 3),
         "action": torch.randn(*returns.shape, 2),
-        "reward": torch.zeros(returns.shape),
+        "reward": returns.clone(),
+        "terminated": torch.ones(returns.shape, dtype=torch.bool),
+        "done": torch.ones(returns.shape, dtype=torch.bool),
     }
     memory = ppo_hterm.EnergyMemory(rollout, args)
-    return agent, memory, rollout
+    return agent, memory, rollout, args
 
 
 def gradient(agent, term):
@@ -57,36 +61,58 @@ def gradient(agent, term):
 
 
 def test_an_empty_or_beaten_memory_contributes_exactly_zero():
-    returns = torch.full((4, 5), -50.0)  # worse than any critic expects
-    agent, memory, rollout = memory_of(returns)
+    returns = torch.full((4, 5), -9.0)  # worse than the critic expects
+    agent, memory, rollout, args = memory_of(returns)
     for filled in (False, True):
         if filled:
-            memory.add(rollout, returns)
-        term = ppo_hterm.hamiltonian_term(agent, next(memory.draw(agent, 16)))
+            memory.add(rollout)
+        term = ppo_hterm.hamiltonian_term(agent, next(memory.draw(agent, 16, args)))
         assert term.item() == 0
         assert all((g == 0).all() for g in gradient(agent, term))
 
 
 def test_steps_are_drawn_in_proportion_to_their_energy():
     levels = torch.linspace(-3, 3, 20)
-    returns = levels.repeat(10_000).view(-1, 5)
-    agent, memory, rollout = memory_of(returns)
+    agent, memory, rollout, args = memory_of(levels.unsqueeze(1).repeat(1, 10_000))
     rollout["obs"].zero_()  # one state, one value
-    memory.add(rollout, returns)
+    memory.add(rollout)
     value = agent.value(agent.normalizer(torch.zeros(3)))
     energy = (levels - value).clamp(min=0)
-    spins = next(memory.draw(agent, 200_000))
-    index = (spins["returns"].unsqueeze(1) == levels).int().argmax(1)
+    spins = next(memory.draw(agent, 200_000, args))
+    index = (spins["returns"].unsqueeze(1) - levels).abs().argmin(1)
+    torch.testing.assert_close(spins["returns"], levels[index], atol=1e-5, rtol=0)
     frequencies = torch.bincount(index, minlength=20) / len(index)
     torch.testing.assert_close(frequencies, energy / energy.sum(), atol=0.01, rtol=0)
-    torch.testing.assert_close(spins["mean_energy"], energy[energy > 0].mean(), rtol=0.05, atol=0)
+    torch.testing.assert_close(spins["mean_energy"], energy[energy > 0].mean(), rtol=1e-4, atol=0)
+
+
+def test_the_memory_is_seen_by_the_present_critic():
+    """Its λ-returns are those that `prepare` would compute now, with scale and critic of now."""
+    agent, memory, rollout, args = memory_of(torch.randn(6, 3))
+    for name in ("terminated", "done"):
+        rollout[name] = torch.rand(6, 3) < 0.3
+    rollout["done"] |= rollout["terminated"]
+    for age in range(3):  # the third takes the place of the first
+        memory.add(rollout | {"reward": rollout["reward"] + age})
+    agent.reward_scaler.statistics.var.fill_(4)
+    agent.critic[0].weight.data.mul_(2)
+    value = agent.value(agent.normalizer(rollout["obs"]))
+    next_value = agent.value(agent.normalizer(rollout["next_obs"]))
+    expected = []
+    for age in (1, 2):
+        reward, ends = (rollout["reward"] + age) / 2, (rollout["terminated"], rollout["done"])
+        advantage = ppo_hterm.gae(reward, value, next_value, *ends, args)
+        expected.append((advantage + value)[advantage > 0])
+    drawn = next(memory.draw(agent, 10_000, args))["returns"].unique()
+    assert 0 < len(drawn) <= 2 * 6  # of one env, a quarter of them
+    assert ((drawn.unsqueeze(1) - torch.cat(expected)).abs().min(1).values < 1e-4).all()
 
 
 def test_the_memory_term_against_numpy():
     returns = torch.linspace(-1, 9, 20).view(4, 5)
-    agent, memory, rollout = memory_of(returns)
-    memory.add(rollout, returns)
-    spins = next(memory.draw(agent, 64))
+    agent, memory, rollout, args = memory_of(returns)
+    memory.add(rollout)
+    spins = next(memory.draw(agent, 64, args))
     x, action = spins["obs"], spins["action"].numpy()
     mean, std = agent.actor(x).detach().numpy(), agent.log_std.exp().detach().numpy()
     energy = np.maximum(0, spins["returns"].numpy() - agent.value(x).detach().numpy())
@@ -189,11 +215,11 @@ def test_nothing_after_an_episodes_end_reaches_a_window():
 
 def test_the_uniform_control_does_the_same_work_without_the_idea():
     levels = torch.linspace(-5, 5, 20)
-    returns = levels.repeat(10_000).view(-1, 5)
-    agent, memory, rollout = memory_of(returns)
-    memory.add(rollout, returns)  # half of the memory is still empty
-    spins = next(memory.draw(agent, 200_000, uniform=True))
-    drawn = spins["returns"].unsqueeze(1) == levels
+    agent, memory, rollout, args = memory_of(levels.unsqueeze(1).repeat(1, 10_000))
+    memory.add(rollout)  # half of the memory is still empty
+    args.hterm_selection = "uniform"
+    spins = next(memory.draw(agent, 200_000, args))
+    drawn = (spins["returns"].unsqueeze(1) - levels).abs() < 1e-5
     assert drawn.any(1).all()  # no empty place
     torch.testing.assert_close(drawn.float().mean(0), torch.full((20,), 0.05), atol=0.01, rtol=0)
     log_prob, _ = agent.log_prob_entropy(spins["obs"], spins["action"])

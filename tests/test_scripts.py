@@ -25,7 +25,7 @@ RUNS += [(script, "Spread") for script in MULTI_AGENT]
 # parent, child: the definitions that may differ; any other that both have must be the same text
 PAIRS = {
     ("a2c", "ppo"): {"Args", "policy_loss", "value_loss", "prepare", "update", "train"},
-    ("ppo", "ppo_hterm"): {"Args", "Agent", "update", "train"},
+    ("ppo", "ppo_hterm"): {"Args", "RewardScaler", "Agent", "update", "train"},
     ("pqn", "dqn"): {"Args", "QNetwork", "Agent", "collect", "q_loss", "update", "train"},
     ("dqn", "d3qn"): {"Args", "QNetwork", "td_target", "q_loss", "update", "train"},
     ("dqn", "sac_discrete"): {"Args", "Agent", "collect", "update", "train"},
