@@ -17,8 +17,12 @@ of the positive E; σ is not differentiated, and σ̄² (its mean square) makes 
 independent of it. L_H is exactly zero when nothing in memory beats the critic, and with λ = 0 the
 run is ppo.py's, bit for bit. It is self-imitation learning (Oh, Guo, Singh, Lee 2018,
 arXiv:1806.05635) seen from the Hamiltonian's side: a one-sided bound, not an estimator of the
-policy gradient, biased towards lucky outcomes where the environment is random. Whether it helps
-is being studied: benchmark/README.md.
+policy gradient, biased towards lucky outcomes where the environment is random.
+
+On Hopper, 20 seeds, it raised the interquartile mean of the return from 2896 to 3291, by 395
+[58, 960], in 1.4 times the time; the variance between seeds was 0.74 [0.10, 2.74] of ppo.py's. The
+control `--hterm-selection uniform`, any step of the memory with weight 1, had 0.05 [0.02, 0.32] at
+the same mean: there it is the replay that steadies PPO, not the energy (benchmark/README.md).
 
     python algos/ppo_hterm.py --env Ant        `diff algos/ppo.py algos/ppo_hterm.py`: the lesson
 
