@@ -22,7 +22,7 @@ policy gradient, biased towards lucky outcomes where the environment is random.
 On Hopper, 20 seeds, it raised the interquartile mean of the return from 2896 to 3291, by 395
 [58, 960], in 1.4 times the time; the variance between seeds was 0.74 [0.10, 2.74] of ppo.py's. The
 control `--hterm-selection uniform`, any step of the memory with weight 1, had 0.05 [0.02, 0.32] at
-the same mean: there it is the replay that steadies PPO, not the energy (benchmark/README.md).
+the same mean: replaying steadies PPO there, choosing by energy does not (benchmark/README.md).
 
     python algos/ppo_hterm.py --env Ant        `diff algos/ppo.py algos/ppo_hterm.py`: the lesson
 
@@ -360,7 +360,7 @@ class EnergyMemory(nn.Module):
         envs = torch.randperm(self.filled.shape[2], device=self.filled.device)
         envs = envs[: math.ceil(len(envs) / 4)]
         kept = {name: getattr(self, name)[:, :, envs] for name in (*self.NAMES, "filled")}
-        obs = agent.normalizer(kept["obs"])
+        obs = agent.normalizer(kept["obs"])  # (T, M, n, obs_dim), n of the N environments
         value, next_value = agent.value(obs), agent.value(agent.normalizer(kept["next_obs"]))
         reward = agent.reward_scaler.scale(kept["reward"])
         advantage = gae(reward, value, next_value, kept["terminated"], kept["done"], args)
