@@ -126,6 +126,7 @@ TUNED = {
         **{"horizon": 32, "minibatch_size": 128, "learning_rate": 3e-4, "initial_log_std": -1.0},
         **{"discount": 0.98, "gae_lambda": 0.92},
     },
+    "Hopper": {"learning_rate_schedule": "adaptive"},
     "Walker2d": {"horizon": 32},
     "Pendulum": {"minibatch_size": 1024, "learning_rate": 1e-3, "discount": 0.95},
     "LunarLanderContinuous-v3": {"discount": 0.999, "gae_lambda": 0.98},
