@@ -24,7 +24,6 @@ import copy
 from dataclasses import dataclass
 from typing import Literal
 
-import gymnasium
 import torch
 from torch import Tensor, nn
 
@@ -34,7 +33,6 @@ from algos.worker_learner import (
     Result,
     Run,
     RunArgs,
-    UserError,
     Workers,
     average_gradients,
     flatten,
@@ -119,7 +117,6 @@ class Agent(nn.Module):
 
     def __init__(self, observation_space, action_space, args: Args):
         super().__init__()
-        check_action_space(action_space, args.env)
         obs_dim, act_dim = observation_space.shape[0], action_space.shape[0]
         self.exploration_noise = args.exploration_noise
         self.memory = 1 - args.noise_decay if args.noise == "ou" else 0.0
@@ -150,13 +147,6 @@ class Agent(nn.Module):
         noise = self.memory * noise + self.exploration_noise * torch.randn_like(noise)
         action = (self.act(obs) + noise).clamp(-1, 1)
         return torch.where(self.warm_up, torch.rand_like(action) * 2 - 1, action), noise
-
-
-def check_action_space(space: gymnasium.Space, env: str) -> None:
-    if not isinstance(space, gymnasium.spaces.Box):
-        raise UserError(f"--env {env} has discrete actions; dqn.py, ppo.py and a2c.py fit it")
-    if not space.is_bounded():
-        raise UserError(f"--env {env} has actions without bounds; ppo.py and a2c.py fit it")
 
 
 @torch.no_grad()
@@ -226,7 +216,7 @@ def update(agent, target, optimizers, batch, gradients, args: Args) -> tuple[dic
 def train(args: Args) -> Result:
     run = Run(args, __file__, LIMITS)
     args = run.args
-    workers = Workers(run, collect, ahead=True)
+    workers = Workers(run, collect, "bounded", ahead=True)
     agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
     target = copy.deepcopy(agent).requires_grad_(False)
     critic_optimizer, actor_optimizer = (

@@ -26,7 +26,6 @@ What makes it work, each where it stands:
 import copy
 from dataclasses import dataclass
 
-import gymnasium
 import torch
 from torch import Tensor, nn
 
@@ -36,7 +35,6 @@ from algos.worker_learner import (
     Result,
     Run,
     RunArgs,
-    UserError,
     Workers,
     average_gradients,
     count_learners,
@@ -159,7 +157,6 @@ class Agent(nn.Module):
 
     def __init__(self, observation_space, action_space, args: Args):
         super().__init__()
-        check_action_space(action_space, args.env)
         obs_dim, self.num_actions = observation_space.shape[0], int(action_space.n)
         self.normalizer = Normalizer(obs_dim)
         self.q_network = QNetwork(obs_dim, self.num_actions, args.hidden_size)
@@ -169,11 +166,6 @@ class Agent(nn.Module):
 
     def forward(self, obs: Tensor) -> Tensor:
         return self.q_network(self.normalizer(obs)).argmax(-1)
-
-
-def check_action_space(space: gymnasium.Space, env: str) -> None:
-    if not isinstance(space, gymnasium.spaces.Discrete):
-        raise UserError(f"--env {env} has continuous actions; sac.py, td3.py and ppo.py fit it")
 
 
 @torch.no_grad()
@@ -244,7 +236,7 @@ def update(agent: Agent, target_network, optimizer, replay, loss_gradient, args:
 def train(args: Args) -> Result:
     run = Run(args, __file__, LIMITS)
     args = run.args
-    workers = Workers(run, collect, ahead=True)
+    workers = Workers(run, collect, "discrete", ahead=True)
     agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
     target_network = copy.deepcopy(agent.q_network)
     weights, target_weights = flatten(agent), flatten(target_network).detach()

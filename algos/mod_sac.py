@@ -1,7 +1,8 @@
 """Modified soft actor-critic (ModSAC): sac.py whose policy waits while the critics are unreliable.
 
-The rule is that of ElegantRL's ModSAC. With L(Q) the loss of the critics, n_Q and n_π the updates
-of critics and policy so far, after each update of the critics
+The rule is that of ElegantRL's ModSAC (whose temperature does not wait; here it waits too). With
+L(Q) the loss of the critics, n_Q and n_π the updates of critics and policy so far, after each
+update of the critics
 
     L̄ ← 0.995 L̄ + 0.005 L(Q),  L̄ = 1 at first
     λ = exp( − L̄² )                               reliability of the critics, in (0, 1]
@@ -23,7 +24,6 @@ import copy
 import math
 from dataclasses import dataclass
 
-import gymnasium
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -34,7 +34,6 @@ from algos.worker_learner import (
     Result,
     Run,
     RunArgs,
-    UserError,
     Workers,
     average_gradients,
     flatten,
@@ -136,7 +135,6 @@ class Agent(nn.Module):
 
     def __init__(self, observation_space, action_space, args: Args):
         super().__init__()
-        check_action_space(action_space, args.env)
         obs_dim, act_dim = observation_space.shape[0], action_space.shape[0]
         self.actor = mlp(obs_dim, args.hidden_size, 2 * act_dim)
         self.actor.log_temperature = nn.Parameter(torch.zeros(()))  # in the actor's optimizer
@@ -173,13 +171,6 @@ class Agent(nn.Module):
     def explore(self, obs: Tensor) -> Tensor:
         action, _ = self.sample(obs)
         return torch.where(self.warm_up, torch.rand_like(action) * 2 - 1, action)
-
-
-def check_action_space(space: gymnasium.Space, env: str) -> None:
-    if not isinstance(space, gymnasium.spaces.Box):
-        raise UserError(f"--env {env} has discrete actions; dqn.py, ppo.py and a2c.py fit it")
-    if not space.is_bounded():
-        raise UserError(f"--env {env} has actions without bounds; ppo.py and a2c.py fit it")
 
 
 @torch.no_grad()
@@ -278,7 +269,7 @@ def update(agent, target, optimizers, batch, gradients, args: Args) -> tuple[dic
 def train(args: Args) -> Result:
     run = Run(args, __file__, LIMITS)
     args = run.args
-    workers = Workers(run, collect, ahead=True)
+    workers = Workers(run, collect, "bounded", ahead=True)
     agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
     target = copy.deepcopy(agent.critics).requires_grad_(False)
     critic_optimizer, actor_optimizer = (

@@ -162,7 +162,7 @@ def choose_gl(name: str) -> None:
             os.environ["MUJOCO_GL"] = way
             return
     raise UserError(
-        f"no OpenGL without a window here (tried {given or 'EGL and OSMesa'}); on Debian and "
+        f"no OpenGL without a window here (tried {given or 'EGL, OSMesa and GLFW'}); on Debian and "
         "Ubuntu: apt-get install libegl1 libgl1-mesa-dri"
     )
 

@@ -22,7 +22,6 @@ What makes it work, each where it stands:
 
 from dataclasses import dataclass
 
-import gymnasium
 import torch
 from torch import Tensor, nn
 
@@ -31,7 +30,6 @@ from algos.worker_learner import (
     Result,
     Run,
     RunArgs,
-    UserError,
     Workers,
     average_gradients,
     count_learners,
@@ -131,7 +129,6 @@ class Agent(nn.Module):
 
     def __init__(self, observation_space, action_space, args: Args):
         super().__init__()
-        check_action_space(action_space, args.env)
         obs_dim, self.num_actions = observation_space.shape[0], int(action_space.n)
         self.normalizer = Normalizer(obs_dim)
         self.q_network = QNetwork(obs_dim, self.num_actions, args.hidden_size)
@@ -139,11 +136,6 @@ class Agent(nn.Module):
 
     def forward(self, obs: Tensor) -> Tensor:
         return self.q_network(self.normalizer(obs)).argmax(-1)
-
-
-def check_action_space(space: gymnasium.Space, env: str) -> None:
-    if not isinstance(space, gymnasium.spaces.Discrete):
-        raise UserError(f"--env {env} has continuous actions; sac.py, td3.py and ppo.py fit it")
 
 
 @torch.no_grad()
@@ -229,7 +221,7 @@ def update(agent: Agent, optimizer, rollout, loss_gradient, args: Args) -> dict[
 def train(args: Args) -> Result:
     run = Run(args, __file__, LIMITS)
     args = run.args
-    workers = Workers(run, collect)
+    workers = Workers(run, collect, "discrete")
     agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
     weights = flatten(agent)
     on_gpu = run.device.type == "cuda"

@@ -15,6 +15,8 @@ What differs from sac.py:
   is, N how much the average over updates varies. Only the M are evaluated.
 - `actor_loss`: the mean over all critics.
 - `update`: the actor moves once for `policy_delay` updates of the critics, as often as in sac.py.
+- Target entropies by environment (`TUNED`), one environment, a lower learning rate, a shorter
+  warm-up: those of the authors' code.
 - `Critics` is sac.py's: the ten are one batched network, so they cost a few large products.
 """
 
@@ -22,7 +24,6 @@ import copy
 import math
 from dataclasses import dataclass
 
-import gymnasium
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -68,6 +69,8 @@ class Args(RunArgs):
     """transitions kept for replay"""
     warmup_steps: int = 5000
     """steps with uniformly random actions, before the first update"""
+    target_entropy: float = 0.0
+    """H̄, the entropy that α steers to (0: −dim(A))"""
     learning_rate: float = 3e-4
     """of Adam, for actor, critics and temperature"""
     discount: float = 0.99
@@ -96,10 +99,16 @@ LIMITS = {
     **dict.fromkeys(("horizon", "batch_size", "buffer_size", "n_step", "hidden_size"), (1, None)),
     **dict.fromkeys(("discount", "polyak"), (0, 1)),
     **dict.fromkeys(("log_every", "policy_delay", "ensemble_size", "subset_size"), (1, None)),
+    "target_entropy": (None, None),
 }
 
 # What differs by environment; a flag on the command line wins.
 TUNED = {
+    "Hopper": {"target_entropy": -1.0},
+    "HalfCheetah": {"target_entropy": -3.0},
+    "Walker2d": {"target_entropy": -3.0},
+    "Ant": {"target_entropy": -4.0},
+    "Humanoid": {"target_entropy": -2.0},
     "Pendulum": {"total_steps": 2500, "warmup_steps": 500, "hidden_size": 64},
 }
 
@@ -143,7 +152,6 @@ class Agent(nn.Module):
 
     def __init__(self, observation_space, action_space, args: Args):
         super().__init__()
-        check_action_space(action_space, args.env)
         obs_dim, act_dim = observation_space.shape[0], action_space.shape[0]
         self.actor = mlp(obs_dim, args.hidden_size, 2 * act_dim)
         self.actor.log_temperature = nn.Parameter(torch.zeros(()))  # in the actor's optimizer
@@ -177,13 +185,6 @@ class Agent(nn.Module):
     def explore(self, obs: Tensor) -> Tensor:
         action, _ = self.sample(obs)
         return torch.where(self.warm_up, torch.rand_like(action) * 2 - 1, action)
-
-
-def check_action_space(space: gymnasium.Space, env: str) -> None:
-    if not isinstance(space, gymnasium.spaces.Box):
-        raise UserError(f"--env {env} has discrete actions; dqn.py, ppo.py and a2c.py fit it")
-    if not space.is_bounded():
-        raise UserError(f"--env {env} has actions without bounds; ppo.py and a2c.py fit it")
 
 
 @torch.no_grad()
@@ -225,16 +226,16 @@ def actor_loss(agent: Agent, batch: dict, args: Args) -> tuple[Tensor, Tensor]:
     return (temperature * log_prob - value).mean(), log_prob.detach()
 
 
-def temperature_loss(agent: Agent, log_prob: Tensor) -> Tensor:
+def temperature_loss(agent: Agent, log_prob: Tensor, args: Args) -> Tensor:
     """− log α · E[ log π(ã|s) + H̄ ]: α grows while the entropy is below H̄."""
-    target_entropy = -len(agent.action_scale)
+    target_entropy = args.target_entropy or -len(agent.action_scale)
     return -agent.actor.log_temperature * (log_prob + target_entropy).mean()
 
 
 def policy_loss(agent: Agent, batch: dict, args: Args) -> tuple[Tensor, Tensor, Tensor]:
     """What actor and temperature lower together, the actor's part of it, log π(ã|s) (B,)."""
     loss, log_prob = actor_loss(agent, batch, args)
-    return loss + temperature_loss(agent, log_prob), loss, log_prob
+    return loss + temperature_loss(agent, log_prob, args), loss, log_prob
 
 
 def gradient_step(gradient: Tensor, optimizer, max_grad_norm: float) -> None:
@@ -280,7 +281,7 @@ def train(args: Args) -> Result:
             f"--subset-size is {args.subset_size}; allowed is from 1 to --ensemble-size, "
             f"{args.ensemble_size}"
         )
-    workers = Workers(run, collect, ahead=True)
+    workers = Workers(run, collect, "bounded", ahead=True)
     agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
     target = copy.deepcopy(agent.critics).requires_grad_(False)
     critic_optimizer, actor_optimizer = (

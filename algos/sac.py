@@ -6,7 +6,7 @@ With α the temperature, a' and ã drawn afresh from π at s' and s, and Q̄ the
     y    = r + γ (1 − terminated) ( min_i Q̄_i(s', a') − α log π(a'|s') )
     L(Q) = Σ_i E[ ½ ( Q_i(s, a) − y )² ]
     L(π) = E[ α log π(ã|s) − min_i Q_i(s, ã) ]
-    L(α) = − log α · E[ log π(ã|s) + H̄ ]         H̄ = −(number of actions), the target entropy
+    L(α) = − log α · E[ log π(ã|s) + H̄ ]         H̄ = −dim(A), the target entropy
 
     python algos/sac.py --env HalfCheetah
 
@@ -22,7 +22,6 @@ import copy
 import math
 from dataclasses import dataclass
 
-import gymnasium
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -33,7 +32,6 @@ from algos.worker_learner import (
     Result,
     Run,
     RunArgs,
-    UserError,
     Workers,
     average_gradients,
     flatten,
@@ -134,7 +132,6 @@ class Agent(nn.Module):
 
     def __init__(self, observation_space, action_space, args: Args):
         super().__init__()
-        check_action_space(action_space, args.env)
         obs_dim, act_dim = observation_space.shape[0], action_space.shape[0]
         self.actor = mlp(obs_dim, args.hidden_size, 2 * act_dim)
         self.actor.log_temperature = nn.Parameter(torch.zeros(()))  # in the actor's optimizer
@@ -168,13 +165,6 @@ class Agent(nn.Module):
     def explore(self, obs: Tensor) -> Tensor:
         action, _ = self.sample(obs)
         return torch.where(self.warm_up, torch.rand_like(action) * 2 - 1, action)
-
-
-def check_action_space(space: gymnasium.Space, env: str) -> None:
-    if not isinstance(space, gymnasium.spaces.Box):
-        raise UserError(f"--env {env} has discrete actions; dqn.py, ppo.py and a2c.py fit it")
-    if not space.is_bounded():
-        raise UserError(f"--env {env} has actions without bounds; ppo.py and a2c.py fit it")
 
 
 @torch.no_grad()
@@ -261,7 +251,7 @@ def update(agent, target, optimizers, batch, gradients, args: Args) -> tuple[dic
 def train(args: Args) -> Result:
     run = Run(args, __file__, LIMITS)
     args = run.args
-    workers = Workers(run, collect, ahead=True)
+    workers = Workers(run, collect, "bounded", ahead=True)
     agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
     target = copy.deepcopy(agent.critics).requires_grad_(False)
     critic_optimizer, actor_optimizer = (

@@ -32,7 +32,6 @@ import copy
 import math
 from dataclasses import dataclass
 
-import gymnasium
 import torch
 from torch import Tensor, nn
 
@@ -42,7 +41,6 @@ from algos.worker_learner import (
     Result,
     Run,
     RunArgs,
-    UserError,
     Workers,
     average_gradients,
     count_learners,
@@ -183,7 +181,6 @@ class Agent(nn.Module):
 
     def __init__(self, observation_space, action_space, args: Args):
         super().__init__()
-        check_action_space(action_space, args.env)
         obs_dim, self.num_actions = observation_space.shape[0], int(action_space.n)
         self.normalizer = Normalizer(obs_dim)
         self.actor = Actor(obs_dim, self.num_actions, args.hidden_size)
@@ -195,11 +192,6 @@ class Agent(nn.Module):
 
     def forward(self, obs: Tensor, noise: Tensor | float = 0.0) -> Tensor:
         return (self.actor(self.normalizer(obs)) + noise).argmax(-1)
-
-
-def check_action_space(space: gymnasium.Space, env: str) -> None:
-    if not isinstance(space, gymnasium.spaces.Discrete):
-        raise UserError(f"--env {env} has continuous actions; sac.py, td3.py and ppo.py fit it")
 
 
 @torch.no_grad()
@@ -291,7 +283,7 @@ def update(agent: Agent, target_critics, optimizer, replay, loss_gradient, args:
 def train(args: Args) -> Result:
     run = Run(args, __file__, LIMITS)
     args = run.args
-    workers = Workers(run, collect, ahead=True)
+    workers = Workers(run, collect, "discrete", ahead=True)
     agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
     target_critics = copy.deepcopy(agent.critics)
     weights, target_weights = flatten(agent), flatten(target_critics).detach()

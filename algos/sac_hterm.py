@@ -9,7 +9,8 @@ the newest part of the replay buffer; x is an action before tanh, b the policy t
 
     δ_j  = r_j − α log π(a_j|s_j) + γ (1 − terminated_j) V̄(s_{j+1}) − V̄(s_j)
     w_j  = min(1, exp Σ_{i≤j} log π(x_i|s_i)/b(x_i|s_i))         tanh's slope cancels in the ratio
-    g_i  = Σ_{j≥i} γ^j m_j w_j δ_j                    w, δ, g without gradient; ĝ: centred, scaled
+    g_i  = Σ_{j≥i} γ^j m_j w_j δ_j                    w, δ, g without gradient
+    ĝ    = ( g − w Σmg / Σmw ) / its scale            a baseline, unbiased as w is that of b
     L_H  = − (1/Σm) Σ m_i ĝ_i log π(x_i|s_i)
     L    = L(π) + λ L_H                    λ falls linearly to 0; λ ‖∇L_H‖ at most ¼ ‖∇L(π)‖
 
@@ -27,7 +28,6 @@ import copy
 import math
 from dataclasses import dataclass
 
-import gymnasium
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -146,7 +146,6 @@ class Agent(nn.Module):
 
     def __init__(self, observation_space, action_space, args: Args):
         super().__init__()
-        check_action_space(action_space, args.env)
         obs_dim, act_dim = observation_space.shape[0], action_space.shape[0]
         self.actor = mlp(obs_dim, args.hidden_size, 2 * act_dim)
         self.actor.log_temperature = nn.Parameter(torch.zeros(()))  # in the actor's optimizer
@@ -200,15 +199,8 @@ def log_slope(u: Tensor) -> Tensor:
     return 2 * (math.log(2) - u - F.softplus(-2 * u))
 
 
-def check_action_space(space: gymnasium.Space, env: str) -> None:
-    if not isinstance(space, gymnasium.spaces.Box):
-        raise UserError(f"--env {env} has discrete actions; dqn.py, ppo.py and a2c.py fit it")
-    if not space.is_bounded():
-        raise UserError(f"--env {env} has actions without bounds; ppo.py and a2c.py fit it")
-
-
-def check_windows(args: Args) -> None:
-    least = args.hterm_length * args.num_envs
+def check_windows(args: Args, learners: int) -> None:
+    least = args.hterm_length * args.num_envs * learners
     for flag, value in (("buffer-size", args.buffer_size), ("hterm-newest", args.hterm_newest)):
         if args.hterm_coef > 0 and value < least:
             raise UserError(
@@ -295,7 +287,7 @@ def hamiltonian_term(agent, target: Critics, windows: dict, args: Args) -> tuple
     with torch.no_grad():
         delta = window_delta(agent, target, windows, log_prob, args)
         g, w = chain_gradient(log_prob - windows["log_prob"], delta, mask, args.discount)
-        g = g - (g * mask).sum() / total
+        g = g - w * (g * mask).sum() / (w * mask).sum().clamp(min=1e-8)
         agent.g_square.lerp_(mean_over_learners((g.square() * mask).sum() / total), 0.01)
         g = g / (agent.g_square.sqrt() + 1e-6)
         effective = (mask * w).sum().square() / ((mask * w.square()).sum() + 1e-8)
@@ -304,8 +296,7 @@ def hamiltonian_term(agent, target: Critics, windows: dict, args: Args) -> tuple
 
 def add_capped(base: Tensor, term: Tensor, coef: float) -> Tensor:
     """g + λ ∇L_H, with λ ‖∇L_H‖ at most ¼ ‖g‖ (less the temperature's part)."""
-    policys = base * (term != 0)  # the temperature has no part in the H-term
-    coef = (0.25 * policys.norm() / (term.norm() + 1e-12)).clamp(max=coef)
+    coef = (0.25 * base[1:].norm() / (term.norm() + 1e-12)).clamp(max=coef)  # 0: temperature
     return base + coef * term
 
 
@@ -359,8 +350,8 @@ def update(
 def train(args: Args) -> Result:
     run = Run(args, __file__, LIMITS)
     args = run.args
-    check_windows(args)
-    workers = Workers(run, collect, ahead=True)
+    check_windows(args, run.learners)
+    workers = Workers(run, collect, "bounded", ahead=True)
     agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
     target = copy.deepcopy(agent.critics).requires_grad_(False)
     critic_optimizer, actor_optimizer = (
@@ -390,7 +381,7 @@ def train(args: Args) -> Result:
         before, step = step, step + args.horizon * args.num_envs * run.learners
         if len(replay) >= min(args.warmup_steps, args.buffer_size):
             replay.importance_exponent = 0.4 + 0.6 * step / args.total_steps
-            coef = args.hterm_coef * (1 - step / args.total_steps)
+            coef = args.hterm_coef * (1 - before / args.total_steps)
             for _ in range(int(before * args.utd_ratio), int(step * args.utd_ratio)):
                 batch = replay.sample(args.batch_size)
                 optimizers = critic_optimizer, actor_optimizer

@@ -18,7 +18,6 @@ The three things, against the overestimation that a deterministic policy seeks o
 import copy
 from dataclasses import dataclass
 
-import gymnasium
 import torch
 from torch import Tensor, nn
 
@@ -28,7 +27,6 @@ from algos.worker_learner import (
     Result,
     Run,
     RunArgs,
-    UserError,
     Workers,
     average_gradients,
     flatten,
@@ -137,7 +135,6 @@ class Agent(nn.Module):
 
     def __init__(self, observation_space, action_space, args: Args):
         super().__init__()
-        check_action_space(action_space, args.env)
         obs_dim, act_dim = observation_space.shape[0], action_space.shape[0]
         self.exploration_noise = args.exploration_noise
         self.actor = mlp(obs_dim, args.hidden_size, act_dim)
@@ -161,13 +158,6 @@ class Agent(nn.Module):
         action = self.act(obs)
         action = (action + self.exploration_noise * torch.randn_like(action)).clamp(-1, 1)
         return torch.where(self.warm_up, torch.rand_like(action) * 2 - 1, action)
-
-
-def check_action_space(space: gymnasium.Space, env: str) -> None:
-    if not isinstance(space, gymnasium.spaces.Box):
-        raise UserError(f"--env {env} has discrete actions; dqn.py, ppo.py and a2c.py fit it")
-    if not space.is_bounded():
-        raise UserError(f"--env {env} has actions without bounds; ppo.py and a2c.py fit it")
 
 
 @torch.no_grad()
@@ -241,7 +231,7 @@ def update(
 def train(args: Args) -> Result:
     run = Run(args, __file__, LIMITS)
     args = run.args
-    workers = Workers(run, collect, ahead=True)
+    workers = Workers(run, collect, "bounded", ahead=True)
     agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
     target = copy.deepcopy(agent).requires_grad_(False)
     critic_optimizer, actor_optimizer = (

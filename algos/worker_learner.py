@@ -25,10 +25,10 @@ The flags describe the whole run: each learner has an N-th of the envs, the work
 learner 0's weights. `average_gradients(weights)` is one all-reduce of the flat vector (gloo on
 CPUs, nccl on GPUs), and what is computed over a batch (statistics of a normaliser, the mean of the
 advantages, a KL divergence) comes from `…_over_learners`: N learners do what one would do with the
-whole batch. Learner 0 evaluates, logs, prints and saves; the others save what is theirs alone
-(envs, replay, random generator) as checkpoint.rankK.pt. With --max-restarts torchrun starts dead
-learners again, and nodes may come and go (--nnodes=1:2): all go on from the last checkpoint in the
---run-dir, which every node must see, as many as there are then.
+whole batch. Learner 0 evaluates, logs, prints and saves; the others save theirs as
+checkpoint.rankK.pt, for the envs, replay and random generator in it. With --max-restarts torchrun
+starts dead learners again, and nodes may come and go (--nnodes=1:2): all go on from the last
+checkpoint in the --run-dir, which every node must see, as many as there are then.
 """
 
 import argparse
@@ -161,9 +161,8 @@ class Run:
         for flag, device in (("--device", args.device), ("--env-device", args.env_device)):
             if device == "cuda" and not torch.cuda.is_available():
                 other = "auto" if flag == "--device" else "same"
-                raise UserError(
-                    f"{flag} is cuda, but torch finds no CUDA device; use cpu or {other}"
-                )
+                advice = "the run was saved so" if self.resumed else f"use cpu or {other}"
+                raise UserError(f"{flag} is cuda, but torch finds no CUDA device; {advice}")
         if args.device == "auto":
             args = dataclasses.replace(args, device="cuda" if torch.cuda.is_available() else "cpu")
         if args.device == "cuda" and self.learners > 1:
@@ -179,7 +178,8 @@ class Run:
         if args.compile != "none" and not any(map(shutil.which, compilers)):
             raise UserError(f"--compile is {args.compile}, which needs a C++ compiler; use none")
         if not args.num_envs:
-            where = args.device if args.env_device == "same" else args.env_device
+            same = "cpu" if args.num_workers else args.device
+            where = same if args.env_device == "same" else args.env_device
             args = dataclasses.replace(args, num_envs=64 if where == "cpu" else 4096)
         if args.num_workers > args.num_envs:
             raise UserError(
@@ -225,6 +225,10 @@ class Run:
                 "Not exact: the environments start new episodes, since they run in workers,\n"
                 "on a GPU or by Gymnasium. Weights, optimizer and schedules go on as saved."
             )
+            state["workers"].start_anew(step)
+            for thing in state.values():
+                if isinstance(thing, ReplayBuffer):
+                    thing.end_episodes()
         self.step = step
         try:
             self.dir.mkdir(parents=True, exist_ok=True)
@@ -333,10 +337,12 @@ class Run:
             return Result(self.dir, step, self.seconds, self.last_return, self.best_return)
         if step not in (number for number, _ in self._evaluator.pending):
             self._evaluator.submit(step, self._snapshot())
+        seconds = self.seconds
         while self._evaluator.busy:
             self._collect_evaluations(wait=0.2)
             if self._stop_signal:
                 self.checkpoint(step)
+        self._began = time.perf_counter() - seconds  # to wait is not to train
         self._save_checkpoint(step)  # the evaluations it waited for are no longer pending
         self.close()
         self._quietly("learning_curve.png", self._plot)
@@ -529,6 +535,8 @@ class Run:
                     return 0
                 self._set_own_state(now)
                 torch.manual_seed(self.args.seed + now["step"])
+                if "workers" in state:
+                    state["workers"].start_anew(now["step"])
                 self._say(
                     f"Not exact: {now['learners']} learner(s) saved, now there are "
                     f"{self.learners}, or a file is missing.\nThe environments start new episodes, "
@@ -765,10 +773,18 @@ class Workers:
     `ahead`, for off-policy learners, they collect the next rollout while the learner learns;
     `policy_lag` is how many steps of all envs older than the learner's the weights then were that
     collected the last rollout (0: none, or it was collected here).
-    A script for several agents says so by `multi_agent`, and gets their axis as the third.
+    `actions` are those that a script can choose, "bounded" being continuous ones within bounds. A
+    script for several agents says so by `multi_agent`, and gets their axis as the third.
     """
 
-    def __init__(self, run: Run, collect: Callable, ahead: bool = False, multi_agent: bool = False):
+    def __init__(
+        self,
+        run: Run,
+        collect: Callable,
+        actions: Literal["any", "bounded", "discrete"] = "any",
+        ahead: bool = False,
+        multi_agent: bool = False,
+    ):
         self.args, self.device, self._collect = run.args, run.device, collect
         self._ahead, self._asked = ahead, False
         self.policy_lag = 0
@@ -784,6 +800,7 @@ class Workers:
             raise UserError(f"--env {args.env} has {many} agent(s), but {script} is for {wants}")
         self.observation_space = self.envs.single_observation_space
         self.action_space = self.envs.single_action_space
+        _check_actions(args.env, self.action_space, actions)
         self._saves_envs = not args.num_workers and device.type == "cpu"
         self.exact_resume = self._saves_envs and self.envs.exact_resume
         if device.type != self.device.type and not args.num_workers:
@@ -823,6 +840,7 @@ class Workers:
             return self._rollout
         self.envs.close()
         self._shared_agent = copy.deepcopy(agent).cpu().share_memory()
+        self._begin = torch.zeros((), dtype=torch.int64).share_memory_()
         self._shared = {k: v.cpu().clone().share_memory_() for k, v in self._rollout.items()}
         count = self.args.num_workers
         edges = [self.args.num_envs * i // count for i in range(count + 1)]
@@ -833,9 +851,19 @@ class Workers:
             )
             columns = {k: v[:, low:high] for k, v in self._shared.items()}
             self._children.append(
-                Child(_worker_main, self._collect, self._shared_agent, columns, args, index)
+                Child(
+                    *(_worker_main, self._collect, self._shared_agent, columns, args, index),
+                    self._begin,
+                )
             )
         return self._rollout
+
+    def start_anew(self, step: int) -> None:
+        """New episodes, before the first rollout, by seeds that the run has not used by `step`."""
+        if self._children:
+            self._begin.fill_(step)
+        else:
+            self.envs.reset(seed=self.args.seed + step)
 
     def collect(self) -> dict[str, Tensor]:
         """The rollout, filled. UserError if there is a NaN or infinity in it."""
@@ -888,16 +916,18 @@ class Workers:
         self.envs.close()
 
 
-def _worker_main(pipe, restart, collect, agent, columns, args, index) -> None:
+def _worker_main(pipe, restart, collect, agent, columns, args, index, begin) -> None:
     # every worker, and every successor of one that died, draws its own random numbers
     seed = args.seed + 1_000_003 * (index + 1) + 7919 * restart
-    torch.manual_seed(seed)
     envs = _make_envs(args, seed, "cpu")
     collect = _compiled_collect(collect, envs, args, len(columns["done"]))
-    envs.reset()
-    while pipe.recv() == "collect":
+    pipe.recv()  # the first question; where a resumed run goes on is known by now
+    torch.manual_seed(seed + int(begin))
+    envs.reset(seed=seed + int(begin))
+    while True:
         collect(agent, envs, columns)
         pipe.send("collected")
+        pipe.recv()
 
 
 def _compiled_collect(
@@ -1001,7 +1031,8 @@ class ReplayBuffer:
     len is that of all of them. next_obs is the true one at an episode's end. Row `position` is
     written next: when full it holds the oldest step, and nothing that is drawn crosses this seam.
     With `prioritized`, i is drawn with P(i) = p_i / Σ p, p = (|δ| + ε)^α, and weighted by
-    (size · P(i))^−β (Schaul 2016, arXiv:1511.05952); β is `importance_exponent`, to be annealed.
+    (size · P(i))^−β over the largest such weight of its batch (Schaul 2016, arXiv:1511.05952); β
+    is `importance_exponent`, to be annealed.
     UserError if it does not fit in memory.
     """
 
@@ -1059,8 +1090,12 @@ class ReplayBuffer:
         self.position = (self.position + horizon) % self.capacity_rows
         self.rows = min(self.rows + horizon, self.capacity_rows)
 
+    def end_episodes(self) -> None:
+        """What is added next does not follow what is here, as if all episodes were truncated."""
+        self.data["done"][self.position - 1] = True
+
     def sample(self, batch_size: int) -> dict[str, Tensor]:
-        """B transitions: obs, action, reward, next_obs, terminated, discount, index, weight.
+        """B transitions: what the rollout has of each, and discount, index, weight, all (B, ...).
 
         With n steps, cut where an episode or the buffer ends, the reward is Σ_k γ^k r_{t+k}, and
         next_obs and terminated are those of the last step used; discount = γ^(steps used), so
@@ -1118,7 +1153,8 @@ class ReplayBuffer:
         `newest`: only from so many of the last transitions. mask (K, B) is 1 up to and with the
         first end of an episode and 0 after it: m_0 = 1, m_j = Π_{i<j} (1 − done_i).
         """
-        rows = self.rows if newest is None else min(self.rows, -(-newest // self.num_envs))
+        envs = self.num_envs * self._learners
+        rows = self.rows if newest is None else min(self.rows, -(-newest // envs))
         if length > rows:
             raise ValueError(f"windows of {length} steps from a replay buffer with {rows}")
         first = torch.randint(rows - length + 1, (count,), device=self.device)
@@ -1160,7 +1196,9 @@ def _free_memory(device: torch.device) -> int:
     except (OSError, StopIteration):  # not Linux
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with contextlib.suppress(OSError, ValueError):  # in a container with a limit
-        free = min(free, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+        group = Path("/sys/fs/cgroup")
+        limit, used = (int((group / f"memory.{x}").read_text()) for x in ("max", "current"))
+        free = min(free, limit - used)
     return free
 
 
@@ -1345,6 +1383,16 @@ def _make_envs(
         raise UserError(f"--env {args.env}: {error}") from None
 
 
+def _check_actions(env: str, space: gymnasium.Space, actions: str) -> None:
+    discrete = isinstance(space, gymnasium.spaces.Discrete)
+    if actions == "discrete" and not discrete:
+        raise UserError(f"--env {env} has continuous actions; sac.py, td3.py and ppo.py fit it")
+    if actions == "bounded" and discrete:
+        raise UserError(f"--env {env} has discrete actions; dqn.py, ppo.py and a2c.py fit it")
+    if actions == "bounded" and not space.is_bounded():
+        raise UserError(f"--env {env} has actions without bounds; ppo.py and a2c.py fit it")
+
+
 def check_args(args: RunArgs, limits: dict[str, tuple]) -> None:
     for field in dataclasses.fields(args):
         name, value, kind = field.name, getattr(args, field.name), type(field.default)
@@ -1377,12 +1425,13 @@ def _saved_args(given: RunArgs, script: str) -> RunArgs:
         raise UserError(
             f"--resume {given.resume}: that run is of {content['script']}, not {script}"
         )
+    typed = {word.partition("=")[0].replace("_", "-") for word in sys.argv}
     for field in dataclasses.fields(given):
-        value = getattr(given, field.name)
-        if field.name == "resume" or value in (field.default, getattr(saved, field.name)):
+        value, flag = getattr(given, field.name), "--" + field.name.replace("_", "-")
+        untouched = value == field.default and flag not in typed
+        if field.name == "resume" or untouched or value == getattr(saved, field.name):
             continue
         if field.name != "total_steps":
-            flag = "--" + field.name.replace("_", "-")
             raise UserError(f"{flag} is {value}, but a resumed run keeps its own; leave it out")
         saved = dataclasses.replace(saved, total_steps=value)
     return dataclasses.replace(saved, run_dir=given.resume)

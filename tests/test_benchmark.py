@@ -3,6 +3,7 @@
 import csv
 import fcntl
 import importlib
+import json
 import shutil
 import subprocess
 import sys
@@ -85,6 +86,8 @@ def test_statistics_with_a_known_answer(stability):
     (row,) = stability.across(runs)
     assert row["envs"] == "Ant Hopper" and row["variance_ratio"] == pytest.approx(0.5, rel=0.4)
     assert row["variance_ratio_low"] < 0.5 < row["variance_ratio_high"]
+    longer = [run | {"steps": "20"} for run in runs]  # of each environment the longest runs count
+    assert stability.across(runs + longer) == [row]
 
 
 def test_identical_runs_have_no_interval(stability):
@@ -93,6 +96,9 @@ def test_identical_runs_have_no_interval(stability):
         found = stability.compare(x, y)
         assert np.isnan(found["variance_p"])
     assert stability.compare(same, other)["variance_ratio"] == 0
+    rounded = np.full(20, 499.99)  # whose np.var is not 0
+    found = stability.compare(np.arange(20.0), rounded)
+    assert np.isnan(found["variance_ratio"]) and np.isnan(found["variance_p"])
 
 
 def test_the_permutation_test_is_uniform_if_nothing_differs(stability):
@@ -128,7 +134,7 @@ def fake_finish(stability, monkeypatch, killed: set[int]) -> list[list[str]]:
     """Runs that only write what a script writes; the seeds in `killed` die once."""
     calls = []
 
-    def finish(command: list[str], run_dir: Path) -> bool:
+    def finish(command: list[str], run_dir: Path, version: str) -> bool:
         calls.append(command)
         seed = int(command[-1])
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -140,6 +146,7 @@ def fake_finish(stability, monkeypatch, killed: set[int]) -> list[list[str]]:
             tags = {"eval/episodic_return": seed + step, "eval/episodic_return_std": 1}
             lines += [f"{step},1.5,{tag},{value}" for tag, value in tags.items()]
         (run_dir / "metrics.csv").write_text("\n".join(lines) + "\n")
+        (run_dir / "begun.json").write_text(json.dumps({"commit": version}))
         return True
 
     monkeypatch.setattr(stability, "finish", finish)
@@ -173,9 +180,22 @@ def test_a_finished_run_is_never_repeated(stability, monkeypatch, tmp_path, caps
 def test_a_run_at_work_elsewhere_is_left_alone(stability, tmp_path):
     with open(tmp_path / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert not stability.finish(["python", "algos/nope.py"], tmp_path)
+        assert not stability.finish(["python", "algos/nope.py"], tmp_path, "now")
     with pytest.raises(SystemExit, match="nope"):
-        stability.finish(["python", "algos/nope.py"], tmp_path)
+        stability.finish(["python", "algos/nope.py"], tmp_path, "now")
+
+
+def test_a_folder_is_not_taken_for_another_commands(stability, tmp_path):
+    command = ["python", "algos/ppo.py", "--hidden-size", "0"]  # it fails
+    with pytest.raises(SystemExit, match="ended with 1: --hidden-size"):
+        stability.finish(command, tmp_path / "a", "then")
+    assert stability.begun_at(tmp_path / "a") == "then"
+    with pytest.raises(SystemExit, match=r"a is of another command, .*size 0; delete it"):
+        stability.finish([*command[:3], "8"], tmp_path / "a", "now")
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "args.json").write_text("{}")
+    with pytest.raises(SystemExit, match="b is of a run that no benchmark began"):
+        stability.finish(command, tmp_path / "b", "now")
 
 
 def test_the_control_takes_over_the_noise(tmp_path):

@@ -252,6 +252,9 @@ def test_options_behind_the_name():
         "Spread,physics": "'physics' is not an option of an environment",
         "Spread,": "'' is not an option of an environment",
         "Ant,frame_skip=many": "Ant: ",
+        "Pendulum,g=much": "could not convert string to float: 'much'",
+        "CartPole-v1,seed=3": "seed cannot stand behind the name 'CartPole-v1'",
+        "FrozenLake-v1,map_name=none": "FrozenLake-v1: 'none'",
     }.items():
         with pytest.raises(ValueError, match=message):
             make(name, 2)

@@ -23,7 +23,7 @@ from test_runs import (
 from torch import distributions
 
 from algos import ddpg, ddpg_hterm, sac, sac_hterm, td3, td3_hterm, worker_learner
-from algos.worker_learner import ReplayBuffer
+from algos.worker_learner import ReplayBuffer, UserError
 
 OBS_DIM, ACT_DIM, HIDDEN, BATCH = 4, 2, 6, 10
 OBS = gymnasium.spaces.Box(-np.inf, np.inf, (OBS_DIM,))
@@ -617,12 +617,22 @@ def test_without_the_replay_buffer_a_resumed_run_fills_it_anew(tmp_path, capsys)
     assert sizes[-1][0] == 600 and sizes[-1][1] < 400  # it held 400 before
 
 
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_where_environments_start_anew_the_buffer_knows(num_workers, tmp_path, monkeypatch):
+    run_of(sac, tmp_path, kill_after=300, num_workers=num_workers)
+    ended = []
+    monkeypatch.setattr(ReplayBuffer, "end_episodes", lambda self: ended.append(len(self)))
+    resume_of(sac, tmp_path)
+    assert len(ended) == num_workers and all(ended)
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_action_spaces_that_do_not_fit(script, tmp_path):
-    for space, what in (
-        (gymnasium.spaces.Discrete(3), "discrete actions"),
-        (gymnasium.spaces.Box(-np.inf, np.inf, (2,)), "without bounds"),
-    ):
-        with pytest.raises(SystemExit, match=rf"--env X has .*{what}.*ppo\.py") as error:
-            script.Agent(OBS, space, script.Args(env="X", num_envs=1))
-        assert "\n" not in str(error.value)
+def test_action_spaces_that_do_not_fit(script, tmp_path, monkeypatch):
+    run_dir = str(tmp_path / "run")
+    for unbounded, what in ((False, "discrete actions"), (True, "actions without bounds")):
+        env = "Pendulum" if unbounded else "CartPole"
+        if unbounded:
+            monkeypatch.setattr(gymnasium.spaces.Box, "is_bounded", lambda *_: False)
+        with pytest.raises(UserError, match=rf"--env {env} has {what}; .*ppo\.py") as error:
+            script.train(script.Args(env=env, num_envs=1, device="cpu", run_dir=run_dir))
+        assert "\n" not in str(error.value) and not (tmp_path / "run").exists()

@@ -128,6 +128,22 @@ def test_truncation_bootstraps_and_termination_does_not():
         assert (batch["next_obs"][mine, 0] == 1.5).all()  # the true one of that step
 
 
+@pytest.mark.parametrize("times", [2, 7, 11])  # the last row is in the middle, the last, the first
+def test_nothing_crosses_the_end_of_what_was_before(times):
+    stream = Stream(num_envs=3, horizon=2, end=0)
+    replay = filled(stream, 42, times, n_step=4)  # 14 rows
+    last = stream.time - 1
+    replay.end_episodes()
+    replay.add(stream.next())
+    batch, windows = replay.sample(500), replay.windows(500, 4)
+    before = batch["obs"][:, 0] <= last
+    assert before.any() and (batch["next_obs"][before, 0] <= last + 0.5).all()
+    after = windows["obs"][..., 0] > last
+    crossing = after & (windows["obs"][0, :, 0] <= last)
+    assert crossing.any() and (windows["mask"][crossing] == 0).all()
+    assert not replay.data["terminated"].any()
+
+
 @pytest.mark.parametrize("newest", [None, 20])
 @pytest.mark.parametrize("times", [5, 23])
 def test_windows(times, newest):

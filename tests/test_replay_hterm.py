@@ -116,8 +116,8 @@ def numpy_log_prob(script, actor, obs, x):
 
 
 def numpy_g(script, actor, critics, target_actor, windows, noise, temperature):
-    """g_i of every window (K, L), and Σw, Σw² over the steps that count."""
-    g, w_sum, w_square = np.zeros((LENGTH, COUNT)), 0.0, 0.0
+    """g_i and w_i of every window (K, L), both 0 after its end."""
+    g, w = np.zeros((LENGTH, COUNT)), np.zeros((LENGTH, COUNT))
 
     def value(obs, noise):
         if script is not sac_hterm:
@@ -140,12 +140,11 @@ def numpy_g(script, actor, critics, target_actor, windows, noise, temperature):
             if script is sac_hterm:
                 delta -= temperature * (log_prob - np.log(1 - np.tanh(x) ** 2).sum())
             chain += log_prob - windows["log_prob"][j, window]
-            w = min(1, np.exp(chain))
-            g[: j + 1, window] += DISCOUNT**j * w * delta
-            w_sum, w_square = w_sum + w, w_square + w**2
+            w[j, window] = min(1, np.exp(chain))
+            g[: j + 1, window] += DISCOUNT**j * w[j, window] * delta
             if windows["done"][j, window]:
                 break
-    return g, w_sum, w_square
+    return g, w
 
 
 def numpy_term(script, actor, g, windows):
@@ -190,20 +189,18 @@ def test_the_term_and_its_gradient(script):
         critics = target.critic if script is ddpg_hterm else target.critics
         target_actor = arrays(target.actor)
     actor = arrays(agent.actor)
-    g, w_sum, w_square = numpy_g(
-        script, actor, arrays(critics), target_actor, plain, noise, math.exp(-0.7)
-    )
+    g, w = numpy_g(script, actor, arrays(critics), target_actor, plain, noise, math.exp(-0.7))
     mask = plain["mask"]
     assert mask.sum() == LENGTH * COUNT - 4 - 2 - 2
     if script is sac_hterm:
-        g = g - (g * mask).sum() / mask.sum()
+        g = g - w * (g * mask).sum() / w.sum()
     mean_square = 0.99 * 4 + 0.01 * (g**2 * mask).sum() / mask.sum()
     np.testing.assert_allclose(agent.g_square, mean_square)
     g = g / (np.sqrt(mean_square) + 1e-6)
     if script is not sac_hterm:
         assert (g < -1).any()
         g = np.maximum(g, -1)
-    np.testing.assert_allclose(effective, w_sum**2 / w_square)
+    np.testing.assert_allclose(effective, w.sum() ** 2 / (w**2).sum())
     assert 2 < effective < 0.9 * mask.sum()
 
     def reference(parameters):
@@ -258,6 +255,11 @@ def test_the_chain_has_the_gradient_of_the_k_step_return():
     expected = slopes(lambda arrays: -k_step_return(arrays[0]), [logits.detach().numpy().copy()])
     np.testing.assert_allclose(logits.grad.numpy().flatten(), expected, atol=1e-8)
     assert np.abs(expected).max() > 0.01
+    # a baseline times w changes nothing
+    logits.grad = None
+    log_prob = logits.log_softmax(1)[here, a]
+    (-(probability * mask * (g - 0.7 * w) * log_prob).sum()).backward()
+    np.testing.assert_allclose(logits.grad.numpy().flatten(), expected, atol=1e-8)
     # and no ratio counts more than 1 by default
     _, w = sac_hterm.chain_gradient(log_ratio, delta, mask, DISCOUNT)
     torch.testing.assert_close(w, log_ratio.cumsum(0).exp().clamp(max=1))
@@ -331,8 +333,7 @@ def test_the_terms_gradient_is_capped(script):
         term, _ = script.hamiltonian_term(agent, target, random_windows(), args)
         added = actor_step(script, agent, term, coef)[0] - base
         assert (added[:first] == 0).all()
-        seen = base[first:][own != 0] if script is sac_hterm else base
-        allowed = min(coef, 0.25 * seen.norm().item() / own.norm().item())
+        allowed = min(coef, 0.25 * base[first:].norm().item() / own.norm().item())
         assert (allowed == coef) == (coef < 1)
         torch.testing.assert_close(added[first:], allowed * own, rtol=1e-6, atol=1e-9)
 
@@ -463,3 +464,5 @@ def test_windows_that_cannot_be(script, tmp_path):
             script.train(script.Args(env="Pendulum", **options))
         assert "\n" not in str(error.value)
     assert not (tmp_path / "run").exists()
+    with pytest.raises(UserError, match="--buffer-size is 60; allowed is at least 64"):
+        script.check_windows(script.Args(num_envs=2, buffer_size=60), learners=4)

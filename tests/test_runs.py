@@ -5,6 +5,7 @@ lets its runs live at the same time. Every one has a session of its own, in whic
 for processes that should be gone.
 """
 
+import dataclasses
 import hashlib
 import json
 import math
@@ -27,7 +28,7 @@ import torch
 
 import vec_envs
 from algos import ppo
-from algos.worker_learner import Workers, load_checked, score
+from algos.worker_learner import Workers, _saved_args, load_checked, score
 
 ROOT = Path(__file__).parent.parent
 PATIENCE = 240  # seconds, for machines that are busy with something else
@@ -609,6 +610,16 @@ def test_evaluation_changes_nothing(references, tmp_path):
     curves(ended.dir)
 
 
+def test_a_flag_counts_on_resume_even_if_it_is_the_default(tmp_path, monkeypatch):
+    saved = {"script": "ppo", "args": dataclasses.asdict(ppo.Args(total_steps=500))}
+    (tmp_path / "args.json").write_text(json.dumps(saved))
+    default = ppo.Args().total_steps
+    given = ppo.Args(resume=str(tmp_path), total_steps=default)
+    for flag, steps in (("--total_steps", default), ("--total-steps=1", default), ("--x", 500)):
+        monkeypatch.setattr(sys, "argv", ["ppo.py", flag])
+        assert _saved_args(given, "ppo").total_steps == steps
+
+
 def test_damaged_checkpoints(stopped, references, tmp_path):
     truncated = copy_of(stopped, tmp_path / "truncated")
     flipped = copy_of(stopped, tmp_path / "flipped")
@@ -881,6 +892,7 @@ def test_bad_input_is_one_sentence(stopped, tmp_path):
         (f"--resume {tmp_path}/key", "--resume", "epocks"),
         (f"--resume {tmp_path}/other", "--resume", "sac", "ppo"),
         (f"--resume {good} --num-envs 8", "--num-envs", "8"),
+        (f"--resume {good} --env Ant", "--env", "Ant"),
         (f"--resume {good} --learning-rate 0.5", "--learning-rate", "0.5"),
         (f"--resume {good} --run-dir elsewhere", "--run-dir", "elsewhere"),
         (f"--run-dir {good} {CARTPOLE}", "--run-dir", good, "--resume"),

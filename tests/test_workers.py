@@ -57,6 +57,29 @@ def test_workers_collect_what_the_same_envs_would_here(module):
                 assert torch.equal(tensor, theirs[name][:, columns]), (index, number, name)
 
 
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_environments_that_start_anew_do_not_repeat_the_runs_beginning(num_workers):
+    args = ppo.Args(env="Pendulum", num_envs=4, num_workers=num_workers, seed=3, device="cpu")
+    run = SimpleNamespace(args=args, device=torch.device("cpu"), check_rollout=lambda rollout: None)
+    begun = []
+    for step in (None, 0, 1000, 1000, 2000):
+        workers = Workers(run, ppo.collect)
+        torch.manual_seed(0)
+        agent = ppo.Agent(workers.observation_space, workers.action_space, args)
+        workers.start(agent, 2)
+        if step is not None:
+            workers.start_anew(step)
+        begun.append({name: x.clone() for name, x in workers.collect().items()})
+        workers.close()
+    plain, zero, one, again, two = (rollout["obs"][0] for rollout in begun)
+    assert torch.equal(plain, zero) and torch.equal(one, again)
+    for a, b in ((plain, one), (plain, two), (one, two)):
+        assert (a != b).any(1).all()
+    if num_workers:  # their random generators too
+        actions = [rollout["action"][0] for rollout in begun]
+        assert torch.equal(actions[2], actions[3]) and (actions[1] != actions[2]).any(1).all()
+
+
 class Sign(torch.nn.Module):
     """A policy without noise: a discrete action, by the sign of what is seen."""
 

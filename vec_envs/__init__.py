@@ -43,6 +43,9 @@ def make(
     """
     name, *words = name.split(",")
     options |= dict(map(_option, words))
+    for own in ("num_envs", "device", "seed", "env_threads"):
+        if own in options:
+            raise ValueError(f"{own} cannot stand behind the name {name!r}; it has its own flag")
     if name in NAMES:
         kind = getattr(import_module(f"vec_envs.{NAMES[name]}"), name)
         threads = {"env_threads": env_threads} if NAMES[name] == "mujoco" else {}

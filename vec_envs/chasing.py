@@ -56,8 +56,8 @@ class Chasing(VecEnv):
     initial_distance = 8.0  # along each axis; also the reward for catching
     catch_distance = 1.0
 
-    # Step 2a. What state_dict() saves and load_state_dict() restores, besides core.py's own.
     compilable = True  # nothing below asks for a number: --compile can take the whole rollout
+    # Step 2a. What state_dict() saves and load_state_dict() restores, besides core.py's own.
     state_names = ("robot_position", "robot_velocity", "agent_position", "agent_velocity")
 
     def __init__(

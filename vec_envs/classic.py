@@ -187,7 +187,7 @@ class Pendulum(ClassicEnv):
     def __init__(
         self, num_envs: int, device: torch.device | str = "cpu", seed: int = 0, g: float = 10.0
     ):
-        self.g = g
+        self.g = float(g)
         high = np.array([1.0, 1.0, self.max_speed], np.float32)
         super().__init__(
             num_envs,

@@ -76,6 +76,8 @@ class GymEnv(VecEnv):
         self._next_seed: int | None = self._seed  # of a reset() that names none
         self._steps = 0
         self._processes: list[multiprocessing.Process] = []
+        # a worker or an evaluator may have no children: there envs are stepped one after another
+        processes = processes and not multiprocessing.current_process().daemon
         kwargs: dict[str, Any] = {"copy": False, "autoreset_mode": AutoresetMode.SAME_STEP}
         if processes:
             methods = multiprocessing.get_all_start_methods()
@@ -242,8 +244,8 @@ def _probe(name: str, make_one: Callable[[], gymnasium.Env]) -> gymnasium.Env:
         if "box2d" in str(error).lower():
             raise ValueError(f'{name} needs Box2D: pip install "crane-rl[box2d]"') from error
         raise ValueError(f"{name} needs a package that is missing: {error}") from error
-    except (gymnasium.error.Error, TypeError) as error:
-        raise ValueError(f"{name}: {error}") from error
+    except (gymnasium.error.Error, TypeError, AssertionError, LookupError) as error:
+        raise ValueError(f"{name}: {error!s}") from error
     if isinstance(env.action_space, Tuple):
         env.close()
         raise SeveralAgents(f"{name} has several agents: make it by vec_envs.make")
@@ -471,7 +473,7 @@ class _Parallel:
             self.masks.append(mask)
 
 
-class _Tuples:
+class _Tuples(_Parallel):
     """The same for a Gymnasium env whose spaces, observations and rewards are one an agent."""
 
     def __init__(self, env: gymnasium.Env):
@@ -479,15 +481,8 @@ class _Tuples:
         self.observation_spaces = list(env.observation_space)
         self.action_spaces = list(env.action_space)
 
-    def masks_actions(self, seed: int) -> bool:
-        self.reset(seed, None)
-        return any(mask is not None for mask in self.masks)
-
     def state(self) -> None:
         return None
-
-    def reset(self, seed: int | None, options: dict | None) -> None:
-        self._take(*self.env.reset(seed=seed, options=options))
 
     def step(self, actions: np.ndarray) -> tuple[list[float], bool, bool]:
         given = tuple(map(_own_action, actions, self.action_spaces))
