@@ -16,6 +16,7 @@ sharing the machine: they are no speed claim (benchmark/throughput.py makes thos
 import csv
 import fcntl
 import json
+import math
 import shlex
 import statistics
 import subprocess
@@ -80,10 +81,16 @@ def evaluations(run_dir: Path) -> dict[int, dict[str, float]]:
     return found
 
 
-def finish(command: list[str], run_dir: Path) -> bool:
+def begun_at(run_dir: Path) -> str:
+    """The commit at which a run began."""
+    return json.loads((run_dir / "begun.json").read_text())["commit"]
+
+
+def finish(command: list[str], run_dir: Path, version: str) -> bool:
     """Start a run, or go on with it where it was, to its end; False if another process is at it.
 
     The run itself holds the lock, so it counts as running after its benchmark was killed.
+    SystemExit where the folder is of another command, or the run fails.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     with open(run_dir / "lock", "w") as lock:
@@ -92,7 +99,15 @@ def finish(command: list[str], run_dir: Path) -> bool:
         except BlockingIOError:
             print(f"{run_dir} is at work in another process and left to it", flush=True)
             return False
-        resume = (run_dir / "args.json").exists()
+        resume, begun = (run_dir / "args.json").exists(), run_dir / "begun.json"
+        if begun.exists():
+            before = json.loads(begun.read_text())["command"]
+            if before != shlex.join(command):
+                raise SystemExit(f"{run_dir} is of another command, {before}; delete it")
+        elif resume:
+            raise SystemExit(f"{run_dir} is of a run that no benchmark began; delete it")
+        else:
+            begun.write_text(json.dumps({"command": shlex.join(command), "commit": version}))
         rest = ["--resume", run_dir] if resume else [*command[2:], "--run-dir", run_dir]
         done = subprocess.run(
             [sys.executable, ROOT / command[1], *rest],
@@ -103,18 +118,21 @@ def finish(command: list[str], run_dir: Path) -> bool:
     return True
 
 
-def train(options: Options, flags: list[str], seed: int) -> None:
+def train(options: Options, flags: list[str], seed: int, version: str) -> None:
     """One run to its end, and its rows."""
     words = [options.script, options.env, *flags, str(seed)]
-    name = "__".join(word.strip("-").replace("/", "-").replace(":", "-") for word in words)
+    name = "__".join(w.removeprefix("--").replace("/", "-").replace(":", "-") for w in words)
     run_dir = options.runs_dir / name
     command = ["python", f"algos/{options.script}.py", "--env", options.env, "--seed", str(seed)]
     command += ["--env-threads", str(options.env_threads)]
     command += ["--eval-episodes", str(options.eval_episodes), *flags]
     note = run_dir / "finished.json"  # what returns.csv says of it: this run is not repeated
     if note.exists():
+        before = json.loads(note.read_text())["command"]
+        if before != shlex.join(command):
+            raise SystemExit(f"{run_dir} is of another command, {before}; delete it")
         return
-    if not finish(command, run_dir):
+    if not finish(command, run_dir, version):
         return
     curve = evaluations(run_dir)
     last = max(curve)
@@ -124,8 +142,9 @@ def train(options: Options, flags: list[str], seed: int) -> None:
     row |= {"return": round(curve[last]["episodic_return"], 2), "best": round(best, 2)}
     row |= {"std": round(curve[last]["episodic_return_std"], 2)}
     row |= {"seconds": round(curve[last]["seconds"], 1), "parallel": options.parallel}
-    row |= {"torch_threads_and_env_threads": f"1 {options.env_threads}", "commit": commit()}
-    append(options.results / "returns.csv", [row | {"command": shlex.join(command)}])
+    row |= {"torch_threads_and_env_threads": f"1 {options.env_threads}"}
+    row |= {"commit": begun_at(run_dir), "command": shlex.join(command)}
+    append(options.results / "returns.csv", [row])
     points = [
         {"script": options.script, "env": options.env, "flags": shlex.join(flags), "seed": seed}
         | {"step": step, "seconds": entry["seconds"], "return": round(entry["episodic_return"], 2)}
@@ -159,10 +178,10 @@ def table(path: Path) -> None:
             groups.setdefault(key, []).append(float(row["return"]))
     print("| command | steps | seeds | mean | median | sd | worst |\n|---|---|---|---|---|---|---|")
     for (command, steps), returns in sorted(groups.items()):
-        spread = statistics.stdev(returns) if len(returns) > 1 else 0.0
+        spread = statistics.stdev(returns) if len(returns) > 1 else math.nan
         figures = (statistics.mean(returns), statistics.median(returns), spread, min(returns))
         decimals = 0 if abs(figures[0]) >= 100 else 2
-        numbers = " | ".join(f"{figure:.{decimals}f}" for figure in figures)
+        numbers = " | ".join(f"{x:.{decimals}f}" if x == x else "–" for x in figures)
         print(f"| `{command}` | {steps} | {len(returns)} | {numbers} |")
 
 
@@ -218,8 +237,9 @@ def main(options: Options, flags: list[str]) -> None:
     if options.table:
         table(options.results / "returns.csv")
         return
+    version = commit()  # before returns.csv changes
     with ThreadPoolExecutor(options.parallel) as pool:
-        list(pool.map(lambda seed: train(options, flags, seed), options.seeds))
+        list(pool.map(lambda seed: train(options, flags, seed, version), options.seeds))
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ of it is scipy's; rliable computes the same IQM but brings pandas, seaborn and a
 
 import csv
 import math
+import os
 import shlex
 import warnings
 from collections.abc import Callable, Iterator
@@ -31,7 +32,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import tyro
-from returns import RESULTS, ROOT, append, commit, evaluations, finish
+from returns import RESULTS, ROOT, append, begun_at, commit, evaluations, finish
 from scipy import integrate, stats
 
 # name -> script of algos/ (or benchmark/stable_baselines.py) and its flags
@@ -135,7 +136,7 @@ def train(options: Options, arm: str, command: list[str], seed: int, version: st
             )
         return
     run_dir = options.runs_dir / path.stem
-    if not finish(command, run_dir):
+    if not finish(command, run_dir, version):
         return
     noise = log_std(run_dir)
     about = {"env": options.env, "steps": options.total_steps, "arm": arm, "seed": seed}
@@ -144,7 +145,7 @@ def train(options: Options, arm: str, command: list[str], seed: int, version: st
         | {"step": step, "seconds": round(entry["seconds"], 1)}
         | {"return": round(entry["episodic_return"], 2)}
         | {"return_std": round(entry["episodic_return_std"], 2)}
-        | {"log_std": noise(step), "parallel": options.parallel, "commit": version}
+        | {"log_std": noise(step), "parallel": options.parallel, "commit": begun_at(run_dir)}
         | {"command": shlex.join(command)}
         for step, entry in sorted(evaluations(run_dir).items())
     ]
@@ -203,13 +204,18 @@ def read_csv(path: Path) -> Iterator[dict[str, str]]:
 # Statistics. Samples are one number a run, along the last axis, so that scipy resamples them fast.
 
 
+def variance(x, axis: int = -1):
+    """Exactly 0 where all are equal, which np.var is not: the mean of equal numbers is rounded."""
+    return np.where(np.ptp(x, axis=axis) == 0, 0.0, np.var(x, axis=axis, ddof=1))
+
+
 def log_variance_ratio(x, y, axis: int = -1):
     """log( Var x / Var y ): its distribution is less skewed than the ratio's."""
-    return np.log(np.var(x, axis=axis, ddof=1)) - np.log(np.var(y, axis=axis, ddof=1))
+    return np.log(variance(x, axis)) - np.log(variance(y, axis))
 
 
 def iqm(x, axis: int = -1):
-    """Interquartile mean: without the lowest and the highest quarter."""
+    """Interquartile mean: without the lowest and highest quarter (whole runs, rounded down)."""
     return stats.trim_mean(x, 0.25, axis=axis)
 
 
@@ -248,7 +254,7 @@ def variance_p(x, y, resamples: int = 9999) -> float:
 
     (With the mean it errs too often when ten runs of two kinds are compared.)
     """
-    if min(len(x), len(y)) < 3 or np.var(x) == 0 or np.var(y) == 0:
+    if min(len(x), len(y)) < 3 or variance(x) == 0 or variance(y) == 0:
         return math.nan
     samples, rng = (x - np.median(x), y - np.median(y)), np.random.default_rng(0)
     with warnings.catch_warnings():
@@ -334,7 +340,7 @@ def compare(x: np.ndarray, y: np.ndarray) -> dict[str, float]:
     """An arm's finals x beside its base's y."""
     ratio = tuple(map(math.exp, interval((x, y), log_variance_ratio, "BCa")))
     return {
-        "variance_ratio": float(np.var(x, ddof=1) / np.var(y, ddof=1)) if np.var(y) else math.nan,
+        "variance_ratio": float(variance(x) / variance(y)) if variance(y) else math.nan,
         **dict(zip(("variance_ratio_low", "variance_ratio_high"), ratio, strict=True)),
         "variance_p": variance_p(x, y),
         "iqm_difference": float(iqm_difference(x, y)),
@@ -380,11 +386,11 @@ def across(runs: list[dict]) -> list[dict]:
     """For every arm that several environments have: the geometric mean of its variance ratios."""
     rows = []
     for arm in dict.fromkeys(run["arm"] for run in runs):
-        base, samples, where = BASE.get(arm, "base"), [], []
-        for (env, _), arms in group(runs).items():
+        base, pairs = BASE.get(arm, "base"), {}
+        for (env, _), arms in group(runs).items():  # an environment's longest runs are its last
             if arm != base and min(len(arms.get(name, [])) for name in (arm, base)) >= 3:
-                samples += [column(arms[arm], "final"), column(arms[base], "final")]
-                where.append(env)
+                pairs[env] = [column(arms[name], "final") for name in (arm, base)]
+        samples, where = [x for pair in pairs.values() for x in pair], list(pairs)
         if len(where) > 1:
             low, high = map(math.exp, interval(tuple(samples), mean_log_ratio, "BCa"))
             middle = math.exp(mean_log_ratio(*samples))
@@ -511,12 +517,15 @@ def in_sight(panel, x: float) -> bool:
 
 def write(path: Path, rows: list[dict]) -> None:
     """A CSV in place of the one that was."""
-    path.unlink(missing_ok=True)
-    if rows:
-        rounded = [
-            {k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()} for row in rows
-        ]
-        append(path, rounded)
+    rounded = [
+        {k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()} for row in rows
+    ]
+    if not rows:
+        path.unlink(missing_ok=True)
+        return
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")  # another process may write its own
+    append(temporary, rounded)
+    temporary.replace(path)
 
 
 def main(options: Options) -> None:
