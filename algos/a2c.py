@@ -1,6 +1,7 @@
 """Advantage actor-critic (A2C): one gradient step of the policy gradient on each short rollout.
 
-Mnih et al. 2016, arXiv:1602.01783, its synchronous form. With the advantage Â_t,
+Mnih et al. 2016, arXiv:1602.01783, its synchronous form. With the advantage Â_t and
+R_t = Â_t + V(s_t),
 
     L(θ) = − E[ Â_t log π_θ(a_t|s_t) ] + c_V ½ E[ (V(s_t) − R_t)² ] − c_H E[ H(π(·|s_t)) ]
 
@@ -12,8 +13,9 @@ What makes it work, each where it stands:
   one does not; the trace is cut at both.
 - `Normalizer`, `RewardScaler`: running statistics, buffers of the agent, so they are saved with it,
   frozen at evaluation, and fixed within an iteration.
-- `update`: nothing read back from the device inside; RMSProp, as in the paper (with Adam a good
-  policy did not stay good on CartPole); learning rate annealed.
+- `update`: nothing read back from the device inside.
+- `train`: RMSProp, as in the paper (with Adam a good policy did not stay good on CartPole);
+  learning rate annealed.
 - `Agent`: orthogonal weights, a nearly silent last layer, a standard deviation that does not depend
   on the state.
 
@@ -297,7 +299,8 @@ def train(args: Args) -> Result:
         losses = update(agent, optimizer, rollout, loss_gradient, args)
 
         run.log_episodes(step, rollout)
-        run.log(step, {f"losses/{name}": value for name, value in losses.items()})
+        metrics = {f"losses/{name}": value for name, value in losses.items()}
+        run.log(step, metrics | {"charts/learning_rate": optimizer.param_groups[0]["lr"]})
         run.evaluate(step)
         run.checkpoint(step)
     return run.finish(step)

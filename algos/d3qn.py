@@ -13,17 +13,17 @@
     python algos/d3qn.py --env LunarLander-v3      a Gymnasium id
 
 What makes it work, each where it stands:
-- `collect`: ε-greedy, ε annealed by the step; ε is a buffer of the agent, so worker processes see
-  it as well. With --exploration-length a random action is kept for some steps (Dabney, Ostrovski,
-  Barreto 2021, arXiv:2006.01782): single ones do not climb MountainCar's hill.
+- `collect`, `epsilon_at`: ε-greedy, ε annealed by the step; a buffer of the agent, so worker
+  processes see it as well. With --exploration-length a random action is kept for some steps
+  (Dabney, Ostrovski, Barreto 2021, arXiv:2006.01782): single ones do not climb MountainCar's hill.
 - `td_target`: a truncated episode bootstraps from its true last observation, a terminated one does
   not. With --n-step the reward is r_0 + γ r_1 + … of n steps, which an episode's end cuts short.
-- `update`: the gradient is clipped, and Q̄ follows: a little each time (θ̄ ← θ̄ + τ (θ − θ̄)), or all
-  the way every so often (--polyak 1 --target-every 500).
+- `update`: the gradient is clipped.
 - `QNetwork`, `td_target`, `q_loss`, `update`: the three things; `diff algos/dqn.py algos/d3qn.py`.
-- `train`: the number of updates follows the transitions collected, however many environments there
-  are. Mnih's rhythm, one environment and an update every fourth step, is --num-envs 1 --horizon 4
-  --utd-ratio 0.25.
+- `train`: Q̄ follows, a little each time (θ̄ ← θ̄ + τ (θ − θ̄)) or all the way every so often
+  (--polyak 1 --target-every 500). The number of updates follows the transitions collected, however
+  many environments there are. Mnih's rhythm, one environment and an update every fourth step, is
+  --num-envs 1 --horizon 4 --utd-ratio 0.25.
 """
 
 import copy
@@ -218,8 +218,9 @@ def epsilon_at(step: int, args: Args) -> float:
 def td_target(agent: Agent, target_network: QNetwork, batch, args: Args) -> Tensor:
     """y = r + γ (1 − terminated) Q̄(s', argmax_a Q(s', a)), (B,); r and γ are of n steps."""
     next_obs = agent.normalizer(batch["next_obs"])
-    best = agent.q_network(next_obs).argmax(-1, keepdim=True)
-    next_value = target_network(next_obs).gather(-1, best).squeeze(-1)
+    next_q = target_network(next_obs)
+    chooser = agent.q_network(next_obs)  # double Q: this line
+    next_value = next_q.gather(-1, chooser.argmax(-1, keepdim=True)).squeeze(-1)
     return batch["reward"] + batch["discount"] * ~batch["terminated"] * next_value
 
 

@@ -11,16 +11,16 @@ arXiv:1509.06461. Q is the network with weights θ, Q̄ its slow copy, the targe
     python algos/dqn.py --env LunarLander-v3      a Gymnasium id
 
 What makes it work, each where it stands:
-- `collect`: ε-greedy, ε annealed by the step; ε is a buffer of the agent, so worker processes see
-  it as well. With --exploration-length a random action is kept for some steps (Dabney, Ostrovski,
-  Barreto 2021, arXiv:2006.01782): single ones do not climb MountainCar's hill.
+- `collect`, `epsilon_at`: ε-greedy, ε annealed by the step; a buffer of the agent, so worker
+  processes see it as well. With --exploration-length a random action is kept for some steps
+  (Dabney, Ostrovski, Barreto 2021, arXiv:2006.01782): single ones do not climb MountainCar's hill.
 - `td_target`: a truncated episode bootstraps from its true last observation, a terminated one does
   not. With --n-step the reward is r_0 + γ r_1 + … of n steps, which an episode's end cuts short.
-- `update`: the gradient is clipped, and Q̄ follows: a little each time (θ̄ ← θ̄ + τ (θ − θ̄)), or all
-  the way every so often (--polyak 1 --target-every 500).
-- `train`: the number of updates follows the transitions collected, however many environments there
-  are. Mnih's rhythm, one environment and an update every fourth step, is --num-envs 1 --horizon 4
-  --utd-ratio 0.25.
+- `update`: the gradient is clipped.
+- `train`: Q̄ follows, a little each time (θ̄ ← θ̄ + τ (θ − θ̄)) or all the way every so often
+  (--polyak 1 --target-every 500). The number of updates follows the transitions collected, however
+  many environments there are. Mnih's rhythm, one environment and an update every fourth step, is
+  --num-envs 1 --horizon 4 --utd-ratio 0.25.
 """
 
 import copy

@@ -15,8 +15,8 @@ Every agent maximises its own reward r^i, so agents may be one team, several, or
 Evaluation prints the sum of the rewards over agents and steps (also where agents are opponents).
 To know what a number means (mpe2's rules, 25 steps):
 
-    Spread            random −79.1    doing nothing −73.1            best, scripted −26.7
-    SpeakerListener   random −79.8    ignoring the message −31.4     best, scripted −15.0
+    Spread            random −79.1    doing nothing −73.1     straight to a landmark −26.7
+    SpeakerListener   random −79.8    deaf −31.4              told the goal −15.0
 
 (SpeakerListener's two agents are paid the same: an agent's return is half of that.)
 
@@ -251,8 +251,8 @@ def move_target(target: nn.Module, network: nn.Module, polyak: float) -> None:
         theirs.lerp_(ours, polyak)
 
 
-def update(agent, target, optimizers, batch, gradients, number: int, args: Args) -> dict:
-    """Update `number` of critics and actors -> what to log."""
+def update(agent, target, optimizers, batch, gradients, args: Args) -> dict:
+    """One update of critics and actors -> what to log."""
     critic_optimizer, actor_optimizer = optimizers
     critic_gradient, actor_gradient = gradients
     losses = {}
@@ -293,10 +293,10 @@ def train(args: Args) -> Result:
         before, step = step, step + args.horizon * args.num_envs * run.learners
         losses = {}
         if len(replay) >= min(args.warmup_steps, args.buffer_size):
-            for number in range(int(before * args.utd_ratio), int(step * args.utd_ratio)):
+            for _ in range(int(before * args.utd_ratio), int(step * args.utd_ratio)):
                 batch = replay.sample(args.batch_size)
                 optimizers = critic_optimizer, actor_optimizer
-                losses |= update(agent, target, optimizers, batch, gradients, number, args)
+                losses |= update(agent, target, optimizers, batch, gradients, args)
 
         run.log_episodes(step, rollout)
         if step // args.log_every > before // args.log_every:

@@ -15,8 +15,8 @@ and are told apart by their number; the policy sees what its agent sees, the cri
 Evaluation prints the sum of the rewards over agents and steps. To know what a number means (mpe2's
 rules, 25 steps):
 
-    Spread            random −79.1    doing nothing −73.1            best, scripted −26.7
-    SpeakerListener   random −79.8    ignoring the message −31.4     best, scripted −15.0
+    Spread            random −79.1    doing nothing −73.1     straight to a landmark −26.7
+    SpeakerListener   random −79.8    deaf −31.4              told the goal −15.0
 
 (SpeakerListener's two agents are paid the same: an agent's return is half of that.)
 
@@ -29,7 +29,8 @@ What differs from ppo.py, each where it stands:
   are to maximise.
 - `ValueNormalizer` in place of the reward scaler: the critic learns returns with mean 0 and
   variance 1, and is read in the rewards' own units.
-- `masked_mean`: what an agent does after its death counts for nothing.
+- `masked_mean`: what an agent does after its death counts for nothing; its value is learnt on, for
+  what comes then is part of what its last actions are worth.
 - The entropy bonus is large at first, since a speaker who settles early may give two goals one
   word, and zero in the end, since the greedy policy is the one that is evaluated.
 """
@@ -75,7 +76,7 @@ class Args(RunArgs):
     """what the adaptive schedule steers to"""
     epochs: int = 10
     """passes over each rollout"""
-    minibatch_size: int = 1_000_000
+    minibatch_size: int = 720_720
     """steps, of all agents, of one gradient step (more than a rollout has: one minibatch)"""
     centralized_value: bool = True
     """the critic sees the state; else each agent's own observation (IPPO)"""
@@ -293,13 +294,13 @@ def policy_loss(log_ratio: Tensor, advantage: Tensor, alive: Tensor, clip: float
     return -masked_mean(torch.minimum(ratio * advantage, clipped * advantage), alive)
 
 
-def value_loss(value: Tensor, old_value: Tensor, returns: Tensor, alive: Tensor, args: Args):
+def value_loss(value: Tensor, old_value: Tensor, returns: Tensor, args: Args) -> Tensor:
     """½ E[ (V − R)² ], or the larger of that and the same with V within ε of what it was."""
     squared_error = (value - returns).square()
     if args.clip_value:
         clipped = old_value + (value - old_value).clamp(-args.clip, args.clip)
         squared_error = torch.maximum(squared_error, (clipped - returns).square())
-    return 0.5 * masked_mean(squared_error, alive)
+    return 0.5 * squared_error.mean()
 
 
 @torch.no_grad()
@@ -346,7 +347,7 @@ def minibatch_loss(agent: Agent, batch: dict[str, Tensor], args: Args) -> tuple[
     value = agent.value(batch["critic_input"])
     losses = {
         "policy": policy_loss(log_ratio, advantage, alive, args.clip),
-        "value": value_loss(value, batch["value"], batch["returns"], alive, args),
+        "value": value_loss(value, batch["value"], batch["returns"], args),
         "entropy": masked_mean(entropy, alive),
     }
     total = (
@@ -368,7 +369,7 @@ def update(agent: Agent, optimizer, rollout, loss_gradient, args: Args) -> dict[
     steps = 0
     for _ in range(args.epochs):
         for index in torch.randperm(size, device=device).split(args.minibatch_size):
-            if len(index) < min(2, size):  # a single advantage cannot be normalised
+            if len(index) < 2:  # a single advantage cannot be normalised
                 continue
             minibatch = {name: tensor[index] for name, tensor in batch.items()}
             weights.grad, _, losses = loss_gradient(agent, minibatch, args)
@@ -417,7 +418,8 @@ def train(args: Args) -> Result:
         losses = update(agent, optimizer, rollout, loss_gradient, args)
 
         run.log_episodes(step, rollout)
-        run.log(step, {f"losses/{name}": value for name, value in losses.items()})
+        metrics = {f"losses/{name}": value for name, value in losses.items()}
+        run.log(step, metrics | {"charts/learning_rate": optimizer.param_groups[0]["lr"]})
         run.evaluate(step)
         run.checkpoint(step)
     return run.finish(step)

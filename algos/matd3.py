@@ -14,8 +14,8 @@ Ackermann, Gabler, Osa, Sugiyama 2019, arXiv:1910.01465: maddpg.py plus TD3's th
 Evaluation prints the sum of the rewards over agents and steps (also where agents are opponents).
 To know what a number means (mpe2's rules, 25 steps):
 
-    Spread            random −79.1    doing nothing −73.1            best, scripted −26.7
-    SpeakerListener   random −79.8    ignoring the message −31.4     best, scripted −15.0
+    Spread            random −79.1    doing nothing −73.1     straight to a landmark −26.7
+    SpeakerListener   random −79.8    deaf −31.4              told the goal −15.0
 
 (SpeakerListener's two agents are paid the same: an agent's return is half of that.)
 

@@ -2,6 +2,7 @@
 
 Schulman, Wolski, Dhariwal, Radford, Klimov 2017, arXiv:1707.06347. With the probability ratio
 ρ_t(θ) = π_θ(a_t|s_t) / π_old(a_t|s_t) and the advantage Â_t,
+R_t = Â_t + V_old(s_t),
 
     L(θ) = − E[ min( ρ_t Â_t , clip(ρ_t, 1−ε, 1+ε) Â_t ) ]
            + c_V ½ E[ (V(s_t) − R_t)² ] − c_H E[ H(π(·|s_t)) ]
@@ -14,8 +15,9 @@ What makes it work, each where it stands:
   one does not; the trace is cut at both.
 - `Normalizer`, `RewardScaler`: running statistics, buffers of the agent, so they are saved with it,
   frozen at evaluation, and fixed within an iteration (both old and new π see the same numbers).
-- `update`: advantages normalised per minibatch, one shuffle an epoch, nothing read back from the
-  device inside; learning rate annealed by the step or adapted to the KL divergence.
+- `minibatch_loss`: advantages normalised per minibatch.
+- `update`: one shuffle an epoch, nothing read back from the device inside.
+- `train`, `adapt_learning_rate`: the learning rate annealed, or adapted to the KL divergence.
 - `Agent`: orthogonal weights, a nearly silent last layer, a standard deviation that does not depend
   on the state.
 """
@@ -318,7 +320,7 @@ def update(agent: Agent, optimizer, rollout, loss_gradient, args: Args) -> dict[
     steps = 0
     for _ in range(args.epochs):
         for index in torch.randperm(size, device=device).split(args.minibatch_size):
-            if len(index) < min(2, size):  # a single advantage cannot be normalised
+            if len(index) < 2:  # a single advantage cannot be normalised
                 continue
             minibatch = {name: tensor[index] for name, tensor in batch.items()}
             weights.grad, _, losses = loss_gradient(agent, minibatch, args)
@@ -364,7 +366,8 @@ def train(args: Args) -> Result:
         losses = update(agent, optimizer, rollout, loss_gradient, args)
 
         run.log_episodes(step, rollout)
-        run.log(step, {f"losses/{name}": value for name, value in losses.items()})
+        metrics = {f"losses/{name}": value for name, value in losses.items()}
+        run.log(step, metrics | {"charts/learning_rate": optimizer.param_groups[0]["lr"]})
         run.evaluate(step)
         run.checkpoint(step)
     return run.finish(step)

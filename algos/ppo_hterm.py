@@ -383,15 +383,17 @@ class EnergyMemory(nn.Module):
 def hamiltonian_term(agent: Agent, spins: dict[str, Tensor], uniform: bool = False) -> Tensor:
     """− mean[ min(E/Ē, 3) σ̄² log π_θ(a|s) ] + 0.05 mean[ E² ],  E = max(0, R − V_θ(s))
 
+    An action that is very unlikely by now, log π 20 below its mean, counts no more.
     `uniform`, the control: − mean[ σ̄² log π_θ(a|s) ] + 0.05 mean[ (R − V_θ(s))² ]
     """
     error = spins["returns"] - agent.value(spins["obs"])
     energy = error if uniform else error.clamp(min=0)
     weight = (energy.detach() / spins["mean_energy"].clamp(min=1e-8)).clamp(max=3)
     weight = torch.ones_like(weight) if uniform else weight
-    log_prob, _ = agent.log_prob_entropy(spins["obs"], spins["action"], fixed_std=True)
+    log_prob, entropy = agent.log_prob_entropy(spins["obs"], spins["action"], fixed_std=True)
+    log_prob = (log_prob + entropy.detach()).clamp(min=-20)  # a constant more, 0 in the mean
     variance = 1.0 if agent.discrete else (2 * agent.log_std.detach()).exp().mean()
-    return -(weight * variance * log_prob.clamp(min=-20)).mean() + 0.05 * energy.square().mean()
+    return -(weight * variance * log_prob).mean() + 0.05 * energy.square().mean()
 
 
 def update(agent: Agent, optimizer, rollout, gradients, args: Args, memory) -> dict[str, Tensor]:
@@ -408,7 +410,7 @@ def update(agent: Agent, optimizer, rollout, gradients, args: Args, memory) -> d
     steps = 0
     for _ in range(args.epochs):
         for index in torch.randperm(size, device=device).split(args.minibatch_size):
-            if len(index) < min(2, size):  # a single advantage cannot be normalised
+            if len(index) < 2:  # a single advantage cannot be normalised
                 continue
             minibatch = {name: tensor[index] for name, tensor in batch.items()}
             weights.grad, _, losses = loss_gradient(agent, minibatch, args)
@@ -457,7 +459,8 @@ def train(args: Args) -> Result:
         losses = update(agent, optimizer, rollout, gradients, args, memory)
 
         run.log_episodes(step, rollout)
-        run.log(step, {f"losses/{name}": value for name, value in losses.items()})
+        metrics = {f"losses/{name}": value for name, value in losses.items()}
+        run.log(step, metrics | {"charts/learning_rate": optimizer.param_groups[0]["lr"]})
         run.evaluate(step)
         run.checkpoint(step)
     return run.finish(step)

@@ -20,7 +20,7 @@ takes the windows with the best K-step rewards instead, which is self-imitation.
 
 r̃ are the rewards, scaled to [0, 1], of the windows with the largest reward sum ever seen, without
 importance weights however stale they are. Theirs ranked whole episodes and let windows run across
-their ends; here windows are ranked and m_k stops them.
+their ends; here windows are ranked, m_k stops them, and λ falls and is capped as above.
 
     python algos/ppo_hterm_variants.py --env Hopper --hterm chain
 """
@@ -353,7 +353,7 @@ class Windows(nn.Module):
             name: tensor.unfold(0, self.length, 1).movedim(-1, 2).flatten(0, 1)
             for name, tensor in steps.items()
         }
-        alive = (~windows["done"]).float().cumprod(1)  # m_j: no end before step j
+        alive = (~windows["done"]).float().cumprod(1)  # m_{j+1}: no end up to step j
         windows["mask"] = torch.cat((torch.ones_like(alive[:, :1]), alive[:, :-1]), 1)
         windows["worth"] = (windows["reward"] * windows["mask"]).sum(1)
         return windows
@@ -363,7 +363,7 @@ class Windows(nn.Module):
         worth = torch.cat((self.worth, windows["worth"]))
         best = worth.topk(len(self.worth)).indices
         for name in ("obs", "action", "reward", "mask", "worth"):
-            both = torch.cat((getattr(self, name), windows[name].to(getattr(self, name).dtype)))
+            both = torch.cat((getattr(self, name), windows[name]))
             getattr(self, name).copy_(both[best])
 
     def draw(self, windows: dict[str, Tensor], selection: str) -> dict[str, Tensor]:
@@ -425,7 +425,9 @@ def update(agent, optimizer, rollout, gradients, args: Args, windows, coef) -> d
     (weights,) = optimizer.param_groups[0]["params"]  # all of them in one vector
     loss_gradient, term_gradient = gradients
     batch = prepare(agent, rollout, args)
-    if coef > 0:
+    if coef > 0 and args.hterm == "published":
+        windows.keep_best(windows.cut(rollout))
+    elif coef > 0:
         spins = windows.cut(
             {
                 name: batch[name].view(args.horizon, args.num_envs, *batch[name].shape[1:])
@@ -433,14 +435,12 @@ def update(agent, optimizer, rollout, gradients, args: Args, windows, coef) -> d
             }
             | {name: rollout[name] for name in ("done", "reward")}
         )
-        if args.hterm == "published":
-            windows.keep_best({**spins, "obs": windows.cut(rollout)["obs"]})
     size, device = len(batch["obs"]), batch["obs"].device
     sums: dict[str, Tensor] = {}
     steps = 0
     for _ in range(args.epochs):
         for index in torch.randperm(size, device=device).split(args.minibatch_size):
-            if len(index) < min(2, size):  # a single advantage cannot be normalised
+            if len(index) < 2:  # a single advantage cannot be normalised
                 continue
             minibatch = {name: tensor[index] for name, tensor in batch.items()}
             weights.grad, _, losses = loss_gradient(agent, minibatch, args)
@@ -483,6 +483,10 @@ def parse_schedule(words: str) -> list[float]:
 def train(args: Args) -> Result:
     run = Run(args, __file__, LIMITS)
     args = run.args
+    if args.hterm_length > args.horizon:
+        raise UserError(
+            f"--hterm-length is {args.hterm_length}; allowed is at most --horizon, {args.horizon}"
+        )
     workers = Workers(run, collect)
     agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
     log_std_schedule = parse_schedule(args.log_std_schedule)
@@ -508,7 +512,8 @@ def train(args: Args) -> Result:
         losses = update(agent, optimizer, rollout, gradients, args, windows, left * args.hterm_coef)
 
         run.log_episodes(step, rollout)
-        run.log(step, {f"losses/{name}": value for name, value in losses.items()})
+        metrics = {f"losses/{name}": value for name, value in losses.items()}
+        run.log(step, metrics | {"charts/learning_rate": optimizer.param_groups[0]["lr"]})
         run.evaluate(step)
         run.checkpoint(step)
     return run.finish(step)

@@ -15,9 +15,9 @@ What makes it work, each where it stands:
 - `lambda_returns`: a truncated episode bootstraps from its true last observation, a terminated one
   does not; λ carries the reward of a whole rollout back at once. Exploring steps do not cut it
   (Peng's Q(λ), not Watkins').
-- `collect`: ε-greedy, ε annealed by the step; ε is a buffer of the agent, so worker processes see
-  it as well.
-- `update`: RAdam, whose first steps are short while it does not know the gradient's variance.
+- `collect`, `epsilon_at`: ε-greedy, ε annealed by the step; a buffer of the agent, so worker
+  processes see it as well.
+- `train`: RAdam, whose first steps are short while it does not know the gradient's variance.
 """
 
 from dataclasses import dataclass

@@ -14,14 +14,14 @@ each counts may depend on the state s and on the others:
 Evaluation prints the sum of the rewards over agents and steps. To know what a number means (mpe2's
 rules, 25 steps):
 
-    Spread            random −79.1    doing nothing −73.1            best, scripted −26.7
-    SpeakerListener   random −79.8    ignoring the message −31.4     best, scripted −15.0
+    Spread            random −79.1    doing nothing −73.1     straight to a landmark −26.7
+    SpeakerListener   random −79.8    deaf −31.4              told the goal −15.0
 
 (SpeakerListener's two agents are paid the same: an agent's return is half of that.)
 
 What differs from vdn.py, each where it stands:
 - `Mixer`: W₁, b₁, w₂, b₂ are linear functions of the state (hypernetworks; b₂ has a hidden layer),
-  the weights by their absolute values. It begins close to the sum.
+  the weights by their absolute values. It begins close to the sum plus A.
 - α is 1: where the state decides what an agent's part is worth, no optimism was needed.
 - `collect` stores the state, `td_target` and `td_loss` hand it to the mixer.
 """
@@ -153,7 +153,7 @@ class RewardScaler(nn.Module):
 class Mixer(nn.Module):
     """Q_tot (...) of the agents' values q (..., A) and the normalised state (..., state_dim).
 
-    At first W₁ ≈ 1 / A, w₂ ≈ A / mixing_size, and b₁ ≈ 1 keeps elu where it is nearly linear.
+    At first W₁ ≈ 1 / A, w₂ ≈ A / mixing_size, and b₁ ≈ 1, which adds A, keeps elu nearly linear.
     """
 
     def __init__(self, agents: int, state_dim: int, width: int):
@@ -212,9 +212,11 @@ class Agent(nn.Module):
         self.hidden = None
 
     def forward(self, obs: Tensor) -> Tensor:
-        if self.hidden is None:
-            self.hidden = obs.new_zeros(*obs.shape[:2], self.hidden_size)
-        q, self.hidden = self.step(obs, self.hidden)
+        hidden = self.hidden
+        if hidden is None:
+            hidden = obs.new_zeros(*obs.shape[:2], self.hidden_size)
+        q, hidden = self.step(obs, hidden)
+        self.hidden = hidden if self.recurrent else None
         return q.argmax(-1)
 
     def available(self, obs: Tensor) -> Tensor:
@@ -329,23 +331,29 @@ class Replay:
             weight = self.priority.new_ones(count)
         return {k: x.index_select(1, index) for k, x in self.data.items()}, index, weight
 
+    def end_episodes(self) -> None:
+        """The environments start anew: nothing is remembered."""
+        self.rollout["next_hidden"][-1] = 0
+
     def state_dict(self) -> dict[str, Tensor | dict]:
         """What is filled, and the agents' memory at the end of the last rollout."""
+        hidden = self.rollout["next_hidden"][-1].clone()
         if not self.args.save_replay:
-            return {}
+            return {"hidden": hidden}
         data = {k: x[:, : self.filled].clone() for k, x in self.data.items()}
         numbers = torch.tensor([self.position, self.filled])
         state = {"data": data, "priority": self.priority[: self.filled].clone(), "numbers": numbers}
-        return {**state, "hidden": self.rollout["next_hidden"][-1].clone()}
+        return {**state, "hidden": hidden}
 
     def load_state_dict(self, state: dict[str, Tensor | dict]) -> None:
-        if not state:
+        self.rollout["next_hidden"][-1] = state["hidden"]
+        if "data" not in state:
+            print("Not exact: the replay was not saved (--no-save-replay); it fills anew.")
             return
         self.position, self.filled = state["numbers"].tolist()
         for name, tensor in state["data"].items():
             self.data[name][:, : self.filled] = tensor
         self.priority[: self.filled] = state["priority"]
-        self.rollout["next_hidden"][-1] = state["hidden"]
 
 
 def lambda_returns(reward, next_value, terminated, done, args: Args) -> Tensor:

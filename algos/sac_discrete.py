@@ -198,8 +198,9 @@ class Agent(nn.Module):
 def collect(agent: Agent, envs: vec_envs.VecEnv, rollout: dict[str, Tensor]) -> None:
     """T steps of the present policy in every env.
 
-    The noise of a draw is kept with probability 1 − 1/L, L = --exploration-length: each draw is
-    still one from π, but several in a row agree where π leaves the choice open.
+    The noise of a draw is kept with probability 1 − 1/L, L = --exploration-length, so that several
+    in a row agree where π leaves the choice open. Where an action shows in the next state they are
+    then no draws from π, which off-policy learning does not need.
     """
     gumbel = -torch.empty_like(rollout["noise"]).exponential_().log()  # (T, N, num_actions)
     stays = torch.rand_like(gumbel[..., :1]) > 1 / agent.exploration_length

@@ -16,8 +16,8 @@ joint action is everybody's own best one, and nobody needs the others to find it
 Evaluation prints the sum of the rewards over agents and steps. To know what a number means (mpe2's
 rules, 25 steps):
 
-    Spread            random −79.1    doing nothing −73.1            best, scripted −26.7
-    SpeakerListener   random −79.8    ignoring the message −31.4     best, scripted −15.0
+    Spread            random −79.1    doing nothing −73.1     straight to a landmark −26.7
+    SpeakerListener   random −79.8    deaf −31.4              told the goal −15.0
 
 (SpeakerListener's two agents are paid the same: an agent's return is half of that.)
 
@@ -189,9 +189,11 @@ class Agent(nn.Module):
         self.hidden = None
 
     def forward(self, obs: Tensor) -> Tensor:
-        if self.hidden is None:
-            self.hidden = obs.new_zeros(*obs.shape[:2], self.hidden_size)
-        q, self.hidden = self.step(obs, self.hidden)
+        hidden = self.hidden
+        if hidden is None:
+            hidden = obs.new_zeros(*obs.shape[:2], self.hidden_size)
+        q, hidden = self.step(obs, hidden)
+        self.hidden = hidden if self.recurrent else None
         return q.argmax(-1)
 
     def available(self, obs: Tensor) -> Tensor:
@@ -304,23 +306,29 @@ class Replay:
             weight = self.priority.new_ones(count)
         return {k: x.index_select(1, index) for k, x in self.data.items()}, index, weight
 
+    def end_episodes(self) -> None:
+        """The environments start anew: nothing is remembered."""
+        self.rollout["next_hidden"][-1] = 0
+
     def state_dict(self) -> dict[str, Tensor | dict]:
         """What is filled, and the agents' memory at the end of the last rollout."""
+        hidden = self.rollout["next_hidden"][-1].clone()
         if not self.args.save_replay:
-            return {}
+            return {"hidden": hidden}
         data = {k: x[:, : self.filled].clone() for k, x in self.data.items()}
         numbers = torch.tensor([self.position, self.filled])
         state = {"data": data, "priority": self.priority[: self.filled].clone(), "numbers": numbers}
-        return {**state, "hidden": self.rollout["next_hidden"][-1].clone()}
+        return {**state, "hidden": hidden}
 
     def load_state_dict(self, state: dict[str, Tensor | dict]) -> None:
-        if not state:
+        self.rollout["next_hidden"][-1] = state["hidden"]
+        if "data" not in state:
+            print("Not exact: the replay was not saved (--no-save-replay); it fills anew.")
             return
         self.position, self.filled = state["numbers"].tolist()
         for name, tensor in state["data"].items():
             self.data[name][:, : self.filled] = tensor
         self.priority[: self.filled] = state["priority"]
-        self.rollout["next_hidden"][-1] = state["hidden"]
 
 
 def lambda_returns(reward, next_value, terminated, done, args: Args) -> Tensor:

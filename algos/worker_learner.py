@@ -227,7 +227,7 @@ class Run:
             )
             state["workers"].start_anew(step)
             for thing in state.values():
-                if isinstance(thing, ReplayBuffer):
+                if hasattr(thing, "end_episodes"):
                     thing.end_episodes()
         self.step = step
         try:
@@ -1389,8 +1389,8 @@ def _check_actions(env: str, space: gymnasium.Space, actions: str) -> None:
         raise UserError(f"--env {env} has continuous actions; sac.py, td3.py and ppo.py fit it")
     if actions == "bounded" and discrete:
         raise UserError(f"--env {env} has discrete actions; dqn.py, ppo.py and a2c.py fit it")
-    if actions == "bounded" and not space.is_bounded():
-        raise UserError(f"--env {env} has actions without bounds; ppo.py and a2c.py fit it")
+    if not discrete and not space.is_bounded():
+        raise UserError(f"--env {env} has actions without bounds; give its action space some")
 
 
 def check_args(args: RunArgs, limits: dict[str, tuple]) -> None:

@@ -6,8 +6,8 @@
     python benchmark/throughput.py --table             # Markdown of results/throughput.csv
 
 The contenders of a group take turns for several rounds, so that a slow minute of the machine hits
-all of them; the median counts. `ratio` is CraneRL's median over that contender's. Each uses all
-cores as it sees fit, with its own defaults; what is compared is said beside it.
+all of them; the median counts. `ratio` is CraneRL's median over that contender's. Threads and sizes
+are those named in a row; where none is, the contender's own defaults.
 """
 
 import copy
@@ -33,6 +33,7 @@ import gymnasium
 import numpy as np
 import torch
 import tyro
+from returns import RESULTS, ROOT, commit
 
 import vec_envs
 from algos import ppo, ppo_hterm, ppo_hterm_variants, redq, sac_hterm
@@ -48,8 +49,6 @@ from algos.worker_learner import (
 from vec_envs.chasing import Chasing
 from vec_envs.core import available_cores
 
-ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "benchmark" / "results"
 Contenders = dict[str, Callable[[], float]]  # what it is -> measure once, units a second
 
 
@@ -62,7 +61,7 @@ class Options:
     rounds: int = 5
     """turns of each contender"""
     seconds: float = 3.0
-    """length of a turn (training: 6 to 15 times that, dqn: four times)"""
+    """length of a turn (a training: 5 to 15 times that)"""
     results: Path = RESULTS
     """folder of the CSV and the figure"""
     table: bool = False
@@ -472,6 +471,7 @@ def agents(options: Options) -> Iterator[tuple[str, str, Contenders]]:
 
 def hterm(options: Options) -> Iterator[tuple[str, str, Contenders]]:
     """Transitions learnt from in a second by `update` alone, on one rollout of Hopper."""
+    keep_freed_memory()  # as Run does
     turns = {}
     for what, script, own in (
         ("CraneRL ppo_hterm.py", ppo_hterm, {}),
@@ -787,14 +787,13 @@ SECTIONS = {
 # Measuring and showing.
 
 
-def measure(section: str, options: Options) -> list[dict]:
+def measure(section: str, options: Options, version: str) -> list[dict]:
     cpu = next((x for x in open("/proc/cpuinfo") if "model name" in x), platform.processor())
-    git = ["git", "-C", ROOT, "describe", "--always", "--abbrev=10", "--dirty", "--exclude=*"]
     about = {
         "rounds": options.rounds,
         "machine": f"{cpu.split(':')[-1].strip()}, {os.cpu_count()} cores, no GPU used",
         "torch": torch.__version__,
-        "commit": subprocess.run(git, capture_output=True, text=True).stdout.strip(),
+        "commit": version,
         "date": datetime.date.today().isoformat(),
     }
     rows = []
@@ -819,7 +818,7 @@ def show(rows: list[dict]) -> None:
     print("| what | median | lowest to highest | CraneRL is |\n|---|---|---|---|")
     for group in dict.fromkeys(row["group"] for row in rows):
         mine = [row for row in rows if row["group"] == group]
-        print(f"| **{group}** ({mine[0]['unit']}) | | | |")
+        print(f"| **{group}** ({mine[0]['unit']}; {mine[0]['machine'].partition(',')[0]}) | | | |")
         for row in mine:
             span = f"{int(row['lowest']):,} – {int(row['highest']):,}"
             print(f"| {row['what']} | {int(row['median']):,} | {span} | {row['ratio']} × |")
@@ -854,8 +853,9 @@ def main(options: Options) -> None:
     rows = list(csv.DictReader(open(path))) if path.exists() else []
     if not options.table:
         torch.set_num_threads(1)
+        version = commit()  # before any file of results/ changes
         for section in options.sections:
-            new = measure(section, options)
+            new = measure(section, options, version)
             rows = [row for row in rows if row["section"] != section] + new
             rows.sort(key=lambda row: list(SECTIONS).index(row["section"]))
             path.parent.mkdir(parents=True, exist_ok=True)

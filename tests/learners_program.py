@@ -257,7 +257,7 @@ def updates(name: str, module, agent: nn.Module, args, batches: list) -> tuple:
         gradient_of(loss, getattr(agent, part))
         for loss, part in ((module.critic_loss, critic), (actor_loss, actor))
     ]
-    numbered = name in ("td3", "redq", "crossq", "maddpg", "matd3")
+    numbered = name in ("td3", "redq", "crossq", "matd3")
     targets = [] if name == "crossq" else [target.requires_grad_(False)]
     for number, batch in enumerate(batches):
         module.update(

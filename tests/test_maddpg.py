@@ -209,7 +209,8 @@ def test_who_moves_when(script):
         before = [weights(x) for x in (agent.critics, agent.actors, target)]
         critic_gradient = gradient_of(script.critic_loss, agent.critics)
         gradients = critic_gradient, gradient_of(script.actor_loss, agent.actors)
-        script.update(agent, target, optimizers, batch, gradients, number, args)
+        numbered = [] if script is maddpg else [number]
+        script.update(agent, target, optimizers, batch, gradients, *numbered, args)
         after = [weights(x) for x in (agent.critics, agent.actors, target)]
         moved = [not torch.equal(x, y) for x, y in zip(before, after, strict=True)]
         rest = script is maddpg or number % 2 == 0

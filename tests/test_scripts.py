@@ -52,12 +52,12 @@ PAIRS = {
         *{"add_capped", "update", "train"},
     },
     ("ppo", "mappo"): {
-        *{"Args", "Agent", "collect", "policy_loss", "value_loss", "prepare", "minibatch_loss"},
+        *{"Args", "Agent", "collect", "policy_loss", "prepare", "minibatch_loss"},
         *{"update", "train"},
     },
     ("ppo", "vdn"): {"Args", "Agent", "collect", "update", "train"},
     ("vdn", "qmix"): {"Args", "Agent", "collect", "td_target", "td_loss", "train"},
-    ("maddpg", "matd3"): {"Args", "Agent", "critic_loss", "actor_loss", "update"},
+    ("maddpg", "matd3"): {"Args", "Agent", "critic_loss", "actor_loss", "update", "train"},
 }
 
 

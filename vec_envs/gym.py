@@ -314,6 +314,7 @@ class MultiAgentGymEnv(MultiAgentVecEnv):
             NO_TIME_LIMIT,
             available_in_obs=masked,
         )
+        self.metadata = {**world.env.metadata, **self.metadata}
         self._own_state = None if world.state() is None else torch.empty(0)
         self._seed = int(seed)
         self._next_seed: int | None = self._seed  # of a reset() that names none
