@@ -1,7 +1,7 @@
 """PPO with the two other forms of the H-term, kept to be compared with: chain and published.
 
-ppo_hterm.py explains the idea and has the form that did best in rough trials. Both forms here raise
-the log-probability of K consecutive actions by what followed them: a policy gradient along windows.
+ppo_hterm.py explains the idea; which form is best is not yet measured. Both forms here raise the
+log-probability of K consecutive actions by what followed them: a policy gradient along windows.
 
 `--hterm chain`, the TD-coupled K-spin chain. A window has K steps of one env from this rollout;
 m_j is 1 until an episode ends inside it, δ_j the TD error, ρ_j = π_θ/π_old, c_j = Σ_{i≤j} log ρ_i:
