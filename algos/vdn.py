@@ -285,8 +285,8 @@ class Replay:
 
     def add(self, rollout: dict[str, Tensor]) -> None:
         """One stretch of each env, in place of the oldest."""
-        place = (torch.arange(self.args.num_envs) + self.position) % self.size
-        place = place.to(self.priority.device)
+        place = torch.arange(self.args.num_envs, device=self.priority.device)
+        place = (place + self.position) % self.size
         for name, tensor in self.data.items():
             tensor[:, place] = rollout[name][: len(tensor)]
         self.priority[place] = self.priority.max().clamp(min=1.0)

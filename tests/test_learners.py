@@ -175,7 +175,7 @@ def test_a_killed_learner_and_ctrl_c_change_nothing(tmp_path):
     reference = f"{flags} --run-dir {tmp_path / 'reference'}"
     reference = Torchrun(tmp_path / "1", two, reference, COUNT_THREADS)
     killed = sabotage(1, 0, 3, "os.kill(os.getpid(), signal.SIGKILL)")
-    stopped = sabotage(0, 1, 3, "os.kill(os.getppid(), signal.SIGINT)")
+    stopped = sabotage(0, 1, 3, "os.kill(os.getppid(), signal.SIGINT); __import__('time').sleep(2)")
     run_dir = tmp_path / "run"
     disturbed = Torchrun(
         tmp_path / "2", f"{two} --max-restarts 3", f"{flags} --run-dir {run_dir}", killed + stopped
@@ -258,3 +258,12 @@ def test_what_cannot_be_shared_is_one_sentence(tmp_path):
     run.finish(1)
     said = "--num-envs is 5, for all learners; 2 learners can share a multiple of 2\n"
     assert said in run.text
+
+
+def test_every_script_has_its_case():
+    import learners_program as program
+
+    tested = {case.split()[0] for case in (*program.ON_POLICY, *program.OFF_POLICY)}
+    scripts = {path.stem for path in (ROOT / "algos").glob("*.py")}
+    missing = scripts - tested - {"__init__", "worker_learner", "play"}
+    assert missing == {"ddpg_hterm", "td3_hterm", "sac_hterm"}  # their own scales, as README says

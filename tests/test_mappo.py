@@ -255,3 +255,22 @@ def test_one_agent_or_several_is_one_sentence(tmp_path):
         with pytest.raises(UserError, match=message):
             script.train(script.Args(**TINY, env=env, run_dir=str(tmp_path / "none")))
         assert not (tmp_path / "none").exists()
+
+
+def test_the_living_are_the_batch():
+    """Losses are PPO's on those that live; the critic's on all."""
+    agent, args = make_agent(entropy_coef=0.1)
+    batch = mappo.prepare(agent, random_rollout(), args)
+    batch["log_prob"] = batch["log_prob"] + 0.3 * torch.randn_like(batch["log_prob"])
+    batch["alive"][3:, 1:] = 0
+    living = batch["alive"] > 0
+    _, losses = mappo.minibatch_loss(agent, batch, args)
+    log_prob, entropy = agent.log_prob_entropy(batch["obs"], batch["action"], batch["available"])
+    advantage = batch["advantage"][living]
+    advantage = (advantage - advantage.mean()) / (advantage.std(correction=0) + 1e-8)
+    log_ratio = (log_prob - batch["log_prob"])[living]
+    torch.testing.assert_close(losses["policy"], ppo.policy_loss(log_ratio, advantage, args.clip))
+    torch.testing.assert_close(losses["entropy"], entropy[living].mean())
+    value = agent.value(batch["critic_input"])
+    expected = ppo.value_loss(value, batch["value"], batch["returns"], args)
+    torch.testing.assert_close(losses["value"], expected)

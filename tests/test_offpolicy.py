@@ -2,6 +2,7 @@
 
 import copy
 import math
+import random
 import shutil
 import signal
 import sys
@@ -22,7 +23,21 @@ from test_runs import (
 )
 from torch import distributions
 
-from algos import ddpg, ddpg_hterm, sac, sac_hterm, td3, td3_hterm, worker_learner
+from algos import (
+    a2c,
+    crossq,
+    ddpg,
+    ddpg_hterm,
+    mod_sac,
+    ppo_hterm,
+    ppo_hterm_variants,
+    redq,
+    sac,
+    sac_hterm,
+    td3,
+    td3_hterm,
+    worker_learner,
+)
 from algos.worker_learner import ReplayBuffer, UserError
 
 OBS_DIM, ACT_DIM, HIDDEN, BATCH = 4, 2, 6, 10
@@ -494,7 +509,8 @@ def run_of(script, run_dir, kill_after=None, **options):
         patch.setattr(worker_learner, "Evaluator", NoEvaluator)
         patch.setattr(script, "update", watched)
         try:
-            script.train(script.Args(**{**TINY, **options}, run_dir=str(run_dir)))
+            known = {k: v for k, v in {**TINY, **options}.items() if hasattr(script.Args, k)}
+            script.train(script.Args(**known, run_dir=str(run_dir)))
         except Killed:
             signal.signal(signal.SIGINT, signal.default_int_handler)
     return count
@@ -538,7 +554,7 @@ def test_resumed_is_bit_identical(script, options, tmp_path):
     assert (
         abs(updates - ratio * collected) <= 3 * ratio + 1
     )  # they follow the transitions collected
-    moment = int(torch.randint(2, updates, ()))
+    moment = random.randrange(2, updates)
     print("killed at update", moment)
     run_of(script, tmp_path / "killed", kill_after=moment, **options)
     resume_of(script, tmp_path / "killed")
@@ -615,6 +631,35 @@ def test_without_the_replay_buffer_a_resumed_run_fills_it_anew(tmp_path, capsys)
         if tag == "charts/replay_size"
     ]
     assert sizes[-1][0] == 600 and sizes[-1][1] < 400  # it held 400 before
+
+
+@pytest.mark.parametrize("script", [a2c, ppo_hterm, ppo_hterm_variants, redq, mod_sac, crossq])
+def test_the_others_resume_bit_for_bit_too(script, tmp_path):
+    options = {"utd_ratio": 1.0, "minibatch_size": 8, "epochs": 2, "total_steps": 300}
+    if script in (a2c, ppo_hterm, ppo_hterm_variants):
+        options["horizon"] = 8
+    updates = run_of(script, tmp_path / "reference", **options)
+    run_of(script, tmp_path / "killed", kill_after=updates * 2 // 3, **options)
+    resume_of(script, tmp_path / "killed")
+    names = "killed", "reference"
+    assert_same(*(torch.load(tmp_path / n / "checkpoint.pt", weights_only=True) for n in names))
+
+
+def test_what_another_number_of_learners_saved(tmp_path, capsys):
+    """Weights, optimizers, target and schedules go on; replay and episodes begin anew."""
+    run_of(sac, tmp_path, total_steps=300)
+    path = tmp_path / "checkpoint.pt"
+    saved = torch.load(path, weights_only=True)
+    saved["run"]["learners"] = 2
+    torch.save(saved, path)
+    resume_of(sac, tmp_path)  # nothing is left to do: what it saves is what it loaded
+    said, now = capsys.readouterr().out, torch.load(path, weights_only=True)
+    assert "Not exact: 2 learner(s) saved, now there are 1" in said
+    for name in ("agent", "target", "critic_optimizer", "actor_optimizer"):
+        assert_same(now[name], saved[name], name)
+    assert now["run"]["next_checkpoint"] == saved["run"]["next_checkpoint"]
+    assert now["replay"]["rows"] == 0 < saved["replay"]["rows"]
+    assert not torch.equal(now["workers"]["obs"], saved["workers"]["obs"])
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

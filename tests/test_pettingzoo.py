@@ -2,9 +2,11 @@
 
 import sys
 
+import gymnasium
 import numpy as np
 import pytest
 import torch
+from gymnasium.spaces import Box, Discrete, Tuple
 from mpe2 import simple_tag_v3
 
 from algos import mappo
@@ -153,6 +155,46 @@ def test_mappo_takes_only_available_actions(mortal, tmp_path):
     assert result.last_return == 6.0
 
 
+class Pair(gymnasium.Env):
+    """Two agents as tuples, as lbforaging has them; the second's actions begin at 5."""
+
+    observation_space = Tuple((Box(-9, 9, (2,)), Box(-9, 9, (1,))))
+    action_space = Tuple((Discrete(3), Discrete(2, start=5)))
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.steps, self.first = 0, self.np_random.integers(100)
+        return self.look(), {}
+
+    def look(self):
+        return np.float32([self.steps, self.first]), np.float32([self.steps])
+
+    def step(self, actions):
+        assert self.action_space.contains(actions), actions
+        self.steps += 1
+        return self.look(), [float(a) for a in actions], self.steps == 3, False, {}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_tuples_of_spaces_are_several_agents():
+    gymnasium.register("Pair-v0", Pair)
+    try:
+        env = make("Pair-v0", 2, seed=4)
+        obs, _ = env.reset()
+        assert obs.shape == (2, 2, 2) and env.state.shape == (2, 3)
+        assert env.action_mask.tolist() == [[True] * 3, [True, True, False]]
+        for t in (1, 2, 3, 1):
+            obs, reward, terminated, _, info = env.step(torch.tensor([[2, 1], [0, 0]]))
+            assert reward.tolist() == [[2.0, 6.0], [0.0, 5.0]] and env.alive.all()
+            assert info["final_obs"][:, 1].tolist() == [[t, 0.0]] * 2
+            assert terminated.tolist() == [t == 3] * 2 and obs[:, 0, 0].tolist() == [t % 3] * 2
+            assert info["episode_return"].tolist() == [8.0 * t, 5.0 * t]
+        with pytest.raises(ValueError, match="has several agents"):
+            GymEnv("Pair-v0", 2)
+    finally:
+        del gymnasium.registry["Pair-v0"]
+
+
 def test_foraging():
     pytest.importorskip("lbforaging")
     env = make("lbforaging:Foraging-5x5-2p-1f-coop-v3", 4, seed=3)
@@ -196,9 +238,6 @@ def test_what_is_not_supported_is_refused_in_one_sentence(mortal):
         with pytest.raises(ValueError, match=words) as raised:
             make(name, options.pop("num_envs", 2), **options)
         assert "\n" not in str(raised.value)
-    pytest.importorskip("lbforaging")
-    with pytest.raises(ValueError, match="has several agents"):
-        GymEnv("lbforaging:Foraging-5x5-2p-1f-coop-v3", 2)
 
 
 def test_render():

@@ -1,11 +1,14 @@
 """The mathematics of a2c.py and ppo.py against references written out independently."""
 
+import copy
+
 import gymnasium
 import numpy as np
 import pytest
 import torch
 
 from algos import a2c, ppo
+from algos.worker_learner import flatten, gradient_of
 
 BOX = gymnasium.spaces.Box(-2.0, 2.0, (3,))
 OBS = gymnasium.spaces.Box(-np.inf, np.inf, (5,))
@@ -240,3 +243,24 @@ def test_returns_bootstrap_from_the_true_last_observation():
     scaled = (rollout["reward"].flatten() * scale).clamp(-10, 10)
     value = agent.value(agent.normalizer(next_obs))[0, 0]
     torch.testing.assert_close(batch["returns"], scaled + torch.stack((0.5 * value, 0 * value)))
+
+
+@pytest.mark.parametrize("max_norm", [1e-3, 1e3])
+@pytest.mark.parametrize("module", [a2c, ppo])
+def test_an_update_is_a_step_down_the_shortened_gradient(module, max_norm):
+    """Of all transitions, as the old normaliser sees them; what it saw counts afterwards."""
+    options = {} if module is a2c else {"epochs": 1, "minibatch_size": 24}
+    agent, args = make_agent(module, max_grad_norm=max_norm, **options)
+    shape, double = (6, 4), {"dtype": torch.float64}
+    rollout = {name: 3 + torch.randn(*shape, 5, **double) for name in ("obs", "next_obs")}
+    rollout |= {"action": torch.randn(*shape, 3, **double), "reward": torch.randn(shape, **double)}
+    rollout |= {name: torch.rand(shape) < 0.2 for name in ("terminated", "done")}
+    other = copy.deepcopy(agent)
+    loss = module.batch_loss if module is a2c else module.minibatch_loss
+    gradient = gradient_of(loss, other)(other, module.prepare(other, rollout, args), args)[0]
+    weights = flatten(agent)
+    before = weights.detach().clone()
+    module.update(agent, torch.optim.SGD([weights], 0.1), rollout, gradient_of(loss, agent), args)
+    step = 0.1 * gradient * min(1, max_norm / gradient.norm().item())
+    torch.testing.assert_close(before - weights.detach(), step, rtol=1e-3, atol=1e-12)
+    torch.testing.assert_close(agent.normalizer.mean, rollout["obs"].flatten(0, 1).mean(0))

@@ -250,3 +250,94 @@ def test_mod_sac_policy_follows_the_critics_loss(loss, share, monkeypatch):
         assert 0.55 < late < 0.85
     else:
         assert abs(late - share) < 0.2 * share
+
+
+# CrossQ
+
+
+class Renorm:
+    """BatchRenorm's definition, for the three layers of a network, or of critic i."""
+
+    def __init__(self, network, names, training: bool, after: int, i: int = 0):
+        state = {k: b.detach().numpy().copy() for k, b in network.named_buffers()}
+        self.mean, self.var, self.batches = (
+            [state[f"{name}.{k}"] for name in names] for k in ("mean", "var", "batches")
+        )
+        self.names, self.training, self.after, self.i, self.kept = names, training, after, i, {}
+
+    def __call__(self, n: int, x, weights):
+        def own(array):
+            return array.reshape(-1, array.shape[-1])[self.i]
+
+        mean, var = own(self.mean[n]), own(self.var[n])
+        m, v = (x.mean(0), x.var(0)) if self.training else (mean, var)
+        y = (x - m) / np.sqrt(v + 1e-3)
+        if self.training and self.batches[n] >= self.after:
+            s = np.sqrt(var + 1e-3)  # r and d are those of the first call: they have no gradient
+            fresh = np.clip(np.sqrt(v + 1e-3) / s, 1 / 3, 3), np.clip((m - mean) / s, -5, 5)
+            r, d = self.kept.setdefault(n, fresh)
+            y = y * r + d
+        scale, shift = (own(weights[f"{self.names[n]}.{k}"]) for k in ("scale", "shift"))
+        return y * scale + shift
+
+
+def normalized_q(renorm, weights, x):
+    for n in range(3):
+        x = renorm(n, x, weights) @ weights[f"weight{n + 1}"][renorm.i]
+        x = x + weights[f"bias{n + 1}"][renorm.i, 0]
+        x = np.maximum(x, 0) if n < 2 else x
+    return x[:, 0]
+
+
+def normalized_policy(renorm, weights, obs, noise):
+    x = obs
+    for n, layer in enumerate((1, 4, 7)):
+        x = renorm(n, x, weights) @ weights[f"{layer}.weight"].T + weights[f"{layer}.bias"]
+        x = np.maximum(x, 0) if n < 2 else x
+    mean, log_std = np.split(x, 2, axis=1)
+    u = mean + np.exp(log_std) * noise
+    density = np.exp(-0.5 * noise**2) / (np.exp(log_std) * np.sqrt(2 * np.pi))
+    return np.tanh(u), np.log(density * np.cosh(u) ** 2).sum(1)  # 1 / (1 − tanh²) is cosh²
+
+
+@pytest.mark.parametrize("after", [10, 0])  # batch normalisation, renormalisation
+def test_crossq_gradients(after):
+    """(s, a) and (s', a') in one batch; a network's own batch only where it learns."""
+    agent, _, args = make_agent(crossq, critic_hidden_size=6, renorm_after=after, reward_scale=2.0)
+    batch = random_batch()
+    layers, actor_layers = ("renorm1", "renorm2", "renorm3"), ("0", "3", "6")
+    members = [Renorm(agent.critics, layers, True, after, i) for i in range(2)]
+    learning, still = (Renorm(agent.actor, actor_layers, t, after) for t in (True, False))
+    before = agent.critics.renorm1.mean.clone()
+    torch.manual_seed(5)
+    loss, td_error = crossq.critic_loss(agent, batch, args)
+    torch.manual_seed(5)
+    noise = torch.randn(BATCH, ACT_DIM, dtype=torch.float64).numpy()
+    next_obs = batch["next_obs"].numpy()
+    next_action, log_prob = normalized_policy(still, numbers(agent.actor), next_obs, noise)
+    both = joint(batch["obs"], batch["action"]), joint(next_obs, next_action)
+    x = np.concatenate(both)
+    now = [normalized_q(member, numbers(agent.critics), x) for member in members]
+    value = np.minimum(*(q[BATCH:] for q in now)) - TEMPERATURE * log_prob
+    y = target_of(batch, value, scale=2.0)
+
+    def critics_reference(weights):
+        return loss_of([normalized_q(m, weights, x)[:BATCH] for m in members], y, batch)
+
+    assert_gradient(loss, agent.critics, critics_reference)
+    np.testing.assert_allclose(td_error, np.mean([np.abs(q[:BATCH] - y) for q in now], axis=0))
+    expected = 0.99 * before + 0.01 * torch.tensor(x.mean(0))
+    torch.testing.assert_close(agent.critics.renorm1.mean, expected)
+
+    members = [Renorm(agent.critics, layers, False, after, i) for i in range(2)]
+    torch.manual_seed(5)
+    loss, _ = crossq.actor_loss(agent, batch, args)
+    critics, obs = numbers(agent.critics), batch["obs"].numpy()
+
+    def actor_reference(weights):
+        action, log_prob = normalized_policy(learning, weights, obs, noise)
+        values = (normalized_q(m, critics, joint(obs, action)) for m in members)
+        return (TEMPERATURE * log_prob - np.minimum(*values)).mean()
+
+    assert_gradient(loss, agent.actor, actor_reference, without={"log_temperature"})
+    assert not any(module.training for module in agent.modules())

@@ -1,6 +1,7 @@
 """Every script answers --help, runs, and differs from its parent only where the lesson is."""
 
 import ast
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -77,6 +78,14 @@ def test_siblings_have_not_drifted_apart(parent, child):
     assert drifted == PAIRS[parent, child]
 
 
+def test_the_readme_lists_every_script_with_its_length():
+    table = r"^\| \[(\w+)\.py\]\(algos/\1\.py\) .*?\| (\d+) \| `"
+    listed = re.findall(table, (ALGOS.parent / "README.md").read_text(), re.M)
+    scripts = [p for p in ALGOS.glob("*.py") if p.stem not in ("__init__", "worker_learner")]
+    lines = {p.stem: p.read_text().count("\n") for p in scripts}
+    assert {name: int(count) for name, count in listed} == lines
+
+
 def run(command: list) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, timeout=600)
 
@@ -96,6 +105,8 @@ def results(request, tmp_path_factory):
                     folder = tmp_path_factory.mktemp(script) / "run"
                     command += ["--env", env, "--num-envs", "4", "--horizon", "16"]
                     command += ["--total-steps", "500", "--run-dir", folder]
+                    if script in (*CONTINUOUS, *DISCRETE[1:], "maddpg", "matd3"):
+                        command += ["--warmup-steps", "400", "--log-every", "64"]
                 futures[item.name] = folder, pool.submit(run, command)
         return {name: (folder, future.result()) for name, (folder, future) in futures.items()}
 
@@ -112,6 +123,7 @@ def test_short_run(script, env, results, request):
     folder, done = results[request.node.name]
     assert done.returncode == 0, done.stderr
     assert "Done: 512 steps" in done.stdout
+    assert "losses/" in (folder / "metrics.csv").read_text()
     for name in ("args.json", "metrics.csv", "checkpoint.pt", "best.pt", "last.pt"):
         assert (folder / name).exists(), name
 

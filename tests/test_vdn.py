@@ -366,3 +366,10 @@ def test_play_and_refusals(tmp_path, capsys):
     ):
         with pytest.raises(UserError, match=message):
             vdn.train(vdn.Args(**TINY, env=env, run_dir=str(tmp_path / "none")))
+
+
+def test_what_is_remembered_ends_where_environments_start_anew():
+    replay, rollout = filled_replay()
+    assert (rollout["next_hidden"][-1] == 4).all()
+    replay.end_episodes()
+    assert not rollout["next_hidden"][-1].any()  # what `collect` goes on with

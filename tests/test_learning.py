@@ -1,0 +1,111 @@
+"""Every script learns: cues that want one of two answers, which only the next step pays for."""
+
+import importlib
+import sys
+
+import gymnasium
+import pytest
+import torch
+from test_offpolicy import NoEvaluator
+from test_scripts import CONTINUOUS, DISCRETE, MULTI_AGENT, SCRIPTS
+
+import vec_envs
+from algos import worker_learner
+
+MODULE = """
+import gymnasium, numpy as np
+from gymnasium.spaces import Box, Discrete
+from pettingzoo import ParallelEnv
+
+WANTED = 1, -1, -1, 1, -1, 1
+CUES, SPACE = np.eye(7, dtype=np.float32), Box(-1, 1, (7,), np.float32)
+
+def paid(worth):
+    return np.float32([0] * 6 + [worth])
+
+class Echo(gymnasium.Env):
+    observation_space = SPACE
+
+    def __init__(self, discrete=False):
+        self.action_space = Discrete(2) if discrete else Box(-1, 1, (1,), np.float32)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.cue, self.worth = self.np_random.integers(6), None
+        return CUES[self.cue], {}
+
+    def step(self, action):
+        if self.worth is not None:  # this action does nothing
+            return paid(0), self.worth, True, False, {}
+        action = 2.0 * action - 1 if isinstance(self.action_space, Discrete) else action[0]
+        self.worth = float(action * WANTED[self.cue])
+        return paid(self.worth), 0.0, False, False, {}
+
+class Echoes(ParallelEnv):
+    metadata, possible_agents = {"name": "echoes"}, ["a", "b"]
+
+    def observation_space(self, agent):
+        return SPACE
+
+    def action_space(self, agent):
+        return Discrete(2)
+
+    def reset(self, seed=None, options=None):
+        if seed is not None:
+            self.rng = np.random.default_rng(seed)
+        self.agents, self.worth = ["a", "b"], None
+        self.cue = dict(zip("ab", self.rng.integers(6, size=2)))
+        return {a: CUES[self.cue[a]] for a in "ab"}, {"a": {}, "b": {}}
+
+    def step(self, actions):
+        over, rewards = self.worth is not None, self.worth or {"a": 0.0, "b": 0.0}
+        self.worth = {a: (2.0 * actions[a] - 1) * WANTED[self.cue[a]] for a in "ab"}
+        self.agents = [] if over else ["a", "b"]
+        ends = {"a": over, "b": over}, {"a": False, "b": False}
+        return {a: paid(self.worth[a]) for a in "ab"}, rewards, *ends, {"a": {}, "b": {}}
+
+def parallel_env():
+    return Echoes()
+
+for kind in ("Box", "Discrete"):
+    gymnasium.register(f"Echo{kind}-v0", Echo, kwargs={"discrete": kind == "Discrete"})
+"""
+SMALL = {
+    **{"total_steps": 2000, "num_envs": 8, "hidden_size": 32, "critic_hidden_size": 32},
+    **{"learning_rate": 3e-3, "epochs": 4, "minibatch_size": 64, "batch_size": 64, "updates": 10},
+    **{"warmup_steps": 100, "buffer_size": 4000, "replay_size": 200, "utd_ratio": 0.5},
+    **{"polyak": 0.05, "target_update": 0.05, "exploration_fraction": 0.3, "policy_delay": 2},
+    **{"horizon": 2, "td_lambda": 0.0, "eval_every": 0, "device": "cpu"},
+}
+OTHER = {script: {"horizon": 16} for script in (*SCRIPTS, "pqn")}
+OTHER |= {script: {"total_steps": 3000} for script in ("redq", "crossq")}  # they are careful
+OTHER |= {script: {"horizon": 10, "total_steps": 4000} for script in MULTI_AGENT}
+OTHER |= {s: {**OTHER[s], "utd_ratio": 0.2, "batch_size": 256} for s in ("maddpg", "matd3")}
+
+
+@pytest.fixture
+def echo(tmp_path, monkeypatch):
+    (tmp_path / "echo.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(worker_learner, "Evaluator", NoEvaluator)
+    yield
+    sys.modules.pop("echo", None)
+    for id in [id for id in gymnasium.registry if id.startswith("Echo")]:
+        del gymnasium.registry[id]
+
+
+@pytest.mark.parametrize("script", [*SCRIPTS, *CONTINUOUS, *DISCRETE, *MULTI_AGENT])
+def test_it_learns(script, echo, tmp_path):
+    module, many = importlib.import_module(f"algos.{script}"), script in MULTI_AGENT
+    kind = "Discrete" if script in DISCRETE else "Box"
+    env = "pettingzoo:echo" if many else f"echo:Echo{kind}-v0"
+    options = {**SMALL, **OTHER.get(script, {})}
+    options = {k: v for k, v in options.items() if hasattr(module.Args, k)}
+    module.train(module.Args(env=env, **options, run_dir=str(tmp_path / "run")))
+    saved = torch.load(tmp_path / "run" / "last.pt", weights_only=True)
+    envs = vec_envs.make(env, 100)
+    spaces = (envs,) if many else (envs.single_observation_space, envs.single_action_space)
+    agent = module.Agent(*spaces, module.Args(**saved["args"]))
+    agent.load_state_dict(saved["agent"])
+    mean = worker_learner.score(agent.eval().requires_grad_(False), envs, seed=1)[0]
+    assert mean > 0.6 * (envs.num_agents or 1)  # of 1 each; without learning 0
