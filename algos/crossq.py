@@ -305,10 +305,10 @@ def train(args: Args) -> Result:
     args = run.args
     workers = Workers(run, collect, "bounded", ahead=True)
     agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
-    critic_optimizer, actor_optimizer = (
+    optimizers = critic_optimizer, actor_optimizer = [
         torch.optim.Adam([flatten(network)], args.learning_rate, betas=(0.5, 0.999), fused=True)
         for network in (agent.critics, agent.actor)
-    )
+    ]
     rollout = workers.start(agent, args.horizon)
     replay = ReplayBuffer(
         run, rollout, args.buffer_size, n_step=args.n_step, discount=args.discount,
@@ -330,7 +330,6 @@ def train(args: Args) -> Result:
             replay.importance_exponent = 0.4 + 0.6 * step / args.total_steps
             for number in range(int(before * args.utd_ratio), int(step * args.utd_ratio)):
                 batch = replay.sample(args.batch_size)
-                optimizers = critic_optimizer, actor_optimizer
                 new, td_error = update(agent, optimizers, batch, gradients, number, args)
                 losses |= new
                 replay.update_priorities(batch["index"], td_error)

@@ -219,10 +219,10 @@ def train(args: Args) -> Result:
     workers = Workers(run, collect, "bounded", ahead=True)
     agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
     target = copy.deepcopy(agent).requires_grad_(False)
-    critic_optimizer, actor_optimizer = (
+    optimizers = critic_optimizer, actor_optimizer = [
         torch.optim.Adam([flatten(network)], args.learning_rate, fused=True)
         for network in (agent.critic, agent.actor)
-    )
+    ]
     rollout = workers.start(agent, args.horizon, noise=workers.action_space.shape)
     kept = {name: tensor for name, tensor in rollout.items() if name != "noise"}
     replay = ReplayBuffer(
@@ -247,7 +247,6 @@ def train(args: Args) -> Result:
             replay.importance_exponent = 0.4 + 0.6 * step / args.total_steps
             for _ in range(int(before * args.utd_ratio), int(step * args.utd_ratio)):
                 batch = replay.sample(args.batch_size)
-                optimizers = critic_optimizer, actor_optimizer
                 losses, td_error = update(agent, target, optimizers, batch, gradients, args)
                 replay.update_priorities(batch["index"], td_error)
 

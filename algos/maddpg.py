@@ -12,13 +12,8 @@ Every agent maximises its own reward r^i, so agents may be one team, several, or
     python algos/maddpg.py --env SpreadContinuous            continuous actions (Box)
     python algos/maddpg.py --env pettingzoo:mpe2.simple_tag_v3         three hunt one
 
-Evaluation prints the sum of the rewards over agents and steps (also where agents are opponents).
-To know what a number means (mpe2's rules, 25 steps):
-
-    Spread            random −79.1    doing nothing −73.1     straight to a landmark −26.7
-    SpeakerListener   random −79.8    deaf −31.4              told the goal −15.0
-
-(SpeakerListener's two agents are paid the same: an agent's return is half of that.)
+Evaluation prints the sum of the rewards over agents and steps (also where agents are opponents),
+and beside it what simple policies have there.
 
 What makes it work, each where it stands:
 - `Networks`: the agents' networks side by side as one batched product.
@@ -271,10 +266,10 @@ def train(args: Args) -> Result:
     agent = Agent(workers.envs, args).to(run.device)
     target = copy.deepcopy(agent).requires_grad_(False)
     learning_rate = torch.tensor(args.learning_rate, device=run.device)
-    critic_optimizer, actor_optimizer = (
+    optimizers = critic_optimizer, actor_optimizer = [
         torch.optim.Adam([flatten(network)], learning_rate, fused=True)
         for network in (agent.critics, agent.actors)
-    )
+    ]
     agents = (workers.envs.num_agents,)
     rollout = workers.start(agent, args.horizon, alive=agents, next_alive=agents)
     replay = ReplayBuffer(run, rollout, args.buffer_size)
@@ -295,7 +290,6 @@ def train(args: Args) -> Result:
         if len(replay) >= min(args.warmup_steps, args.buffer_size):
             for _ in range(int(before * args.utd_ratio), int(step * args.utd_ratio)):
                 batch = replay.sample(args.batch_size)
-                optimizers = critic_optimizer, actor_optimizer
                 losses |= update(agent, target, optimizers, batch, gradients, args)
 
         run.log_episodes(step, rollout)

@@ -12,13 +12,8 @@ and are told apart by their number; the policy sees what its agent sees, the cri
     python algos/mappo.py --env SpreadContinuous              continuous actions (Box)
     python algos/mappo.py --no-centralized-value              IPPO (arXiv:2011.09533): V(o^i, i)
 
-Evaluation prints the sum of the rewards over agents and steps. To know what a number means (mpe2's
-rules, 25 steps):
-
-    Spread            random −79.1    doing nothing −73.1     straight to a landmark −26.7
-    SpeakerListener   random −79.8    deaf −31.4              told the goal −15.0
-
-(SpeakerListener's two agents are paid the same: an agent's return is half of that.)
+Evaluation prints the sum of the rewards over agents and steps, and beside it what simple
+policies have there.
 
 What differs from ppo.py, each where it stands:
 - `collect`, `prepare`: an axis for the agents, (T, N, A, ...); an env's A agents stay together in a
@@ -70,10 +65,11 @@ class Args(RunArgs):
     """steps of each environment in a rollout"""
     learning_rate: float = 1e-3
     """of Adam, for actor and critic"""
-    learning_rate_schedule: Literal["anneal", "adaptive", "constant"] = "anneal"
-    """anneal: linearly to zero; adaptive: by the KL divergence towards --target-kl"""
+    learning_rate_schedule: Literal["anneal", "adaptive", "both", "constant"] = "anneal"
+    """anneal: linearly to zero; adaptive: by the KL divergence towards --target-kl; both: the same,
+    with a target that falls linearly to zero"""
     target_kl: float = 0.01
-    """what the adaptive schedule steers to"""
+    """how far a gradient step may move the policy, for the adaptive schedules"""
     epochs: int = 10
     """passes over each rollout"""
     minibatch_size: int = 720_720
@@ -360,7 +356,9 @@ def minibatch_loss(agent: Agent, batch: dict[str, Tensor], args: Args) -> tuple[
     return total, losses
 
 
-def update(agent: Agent, optimizer, rollout, loss_gradient, args: Args) -> dict[str, Tensor]:
+def update(
+    agent: Agent, optimizer, rollout, loss_gradient, args: Args, target_kl: float
+) -> dict[str, Tensor]:
     """Some epochs of minibatch gradient steps -> mean of each logged quantity."""
     (weights,) = optimizer.param_groups[0]["params"]  # all of them in one vector
     batch = prepare(agent, rollout, args)
@@ -380,8 +378,8 @@ def update(agent: Agent, optimizer, rollout, loss_gradient, args: Args) -> dict[
             for name, value in losses.items():
                 sums[name] = sums.get(name, 0) + value
             steps += 1
-            if args.learning_rate_schedule == "adaptive":
-                adapt_learning_rate(optimizer, mean_over_learners(losses["kl"]), args.target_kl)
+            if args.learning_rate_schedule in ("adaptive", "both"):
+                adapt_learning_rate(optimizer, mean_over_learners(losses["kl"]), target_kl)
     agent.normalizer.update(rollout["obs"].flatten(-2))  # last, so that all saw one normaliser
     agent.state_normalizer.update(rollout["state"])
     return {name: value / steps for name, value in sums.items()}
@@ -412,10 +410,11 @@ def train(args: Args) -> Result:
         left = 1 - step / args.total_steps
         if args.learning_rate_schedule == "anneal":
             optimizer.param_groups[0]["lr"].fill_(args.learning_rate * left)
+        target_kl = args.target_kl * (left if args.learning_rate_schedule == "both" else 1)
         agent.entropy_coef.fill_(args.entropy_coef * left)
         rollout = workers.collect()
         step += args.horizon * args.num_envs * run.learners
-        losses = update(agent, optimizer, rollout, loss_gradient, args)
+        losses = update(agent, optimizer, rollout, loss_gradient, args, target_kl)
 
         run.log_episodes(step, rollout)
         metrics = {f"losses/{name}": value for name, value in losses.items()}

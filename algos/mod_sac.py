@@ -272,10 +272,10 @@ def train(args: Args) -> Result:
     workers = Workers(run, collect, "bounded", ahead=True)
     agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
     target = copy.deepcopy(agent.critics).requires_grad_(False)
-    critic_optimizer, actor_optimizer = (
+    optimizers = critic_optimizer, actor_optimizer = [
         torch.optim.Adam([flatten(network)], args.learning_rate, fused=True)
         for network in (agent.critics, agent.actor)
-    )
+    ]
     rollout = workers.start(agent, args.horizon)
     replay = ReplayBuffer(
         run, rollout, args.buffer_size, n_step=args.n_step, discount=args.discount,
@@ -297,7 +297,6 @@ def train(args: Args) -> Result:
             replay.importance_exponent = 0.4 + 0.6 * step / args.total_steps
             for _ in range(int(before * args.utd_ratio), int(step * args.utd_ratio)):
                 batch = replay.sample(args.batch_size)
-                optimizers = critic_optimizer, actor_optimizer
                 new, td_error = update(agent, target, optimizers, batch, gradients, args)
                 losses |= new
                 replay.update_priorities(batch["index"], td_error)

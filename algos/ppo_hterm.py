@@ -9,7 +9,7 @@ the critic as the baseline, "best" means better than expected now:
     memory   the last M rollouts; R, the λ-return of a step, is a bootstrapped K-step chain
     E(s,a) = max(0, R − V_θ(s))                        energy the present policy leaves unused
     L_H    = − mean[ min(E/Ē, 3) σ̄² log π_θ(a|s) ] + 0.05 mean[ E² ]      (s,a) drawn ∝ E
-    L      = L_PPO + λ L_H
+    L      = L_PPO + λ L_H                             λ falls linearly to zero
 
 R is computed again before each update, with the present critic and the present scale of rewards:
 a return in the units of its day looks like energy when the scale has grown since. Ē is the mean
@@ -63,10 +63,11 @@ class Args(RunArgs):
     """steps of each environment in a rollout"""
     learning_rate: float = 5e-4
     """of Adam, for actor and critic"""
-    learning_rate_schedule: Literal["anneal", "adaptive", "constant"] = "anneal"
-    """anneal: linearly to zero; adaptive: by the KL divergence towards --target-kl"""
+    learning_rate_schedule: Literal["anneal", "adaptive", "both", "constant"] = "anneal"
+    """anneal: linearly to zero; adaptive: by the KL divergence towards --target-kl; both: the same,
+    with a target that falls linearly to zero"""
     target_kl: float = 0.01
-    """what the adaptive schedule steers to"""
+    """how far a gradient step may move the policy, for the adaptive schedules"""
     epochs: int = 10
     """passes over each rollout"""
     minibatch_size: int = 512
@@ -90,7 +91,7 @@ class Args(RunArgs):
     initial_log_std: float = 0.0
     """logarithm of the first standard deviation, in units of half the action range"""
     hterm_coef: float = 0.5
-    """λ, weight of the H-term (0: ppo.py)"""
+    """λ, weight of the H-term at first; it falls linearly to zero (0: ppo.py)"""
     hterm_memory: int = 16
     """M, rollouts in the memory"""
     hterm_selection: Literal["energy", "uniform"] = "energy"
@@ -123,7 +124,7 @@ TUNED = {
         **{"horizon": 32, "minibatch_size": 128, "learning_rate": 3e-4, "initial_log_std": -1.0},
         **{"discount": 0.98, "gae_lambda": 0.92},
     },
-    "Hopper": {"learning_rate_schedule": "adaptive"},
+    "Hopper": {"learning_rate_schedule": "both"},
     "Walker2d": {"horizon": 32},
     "Pendulum": {"minibatch_size": 1024, "learning_rate": 1e-3, "discount": 0.95},
     "LunarLanderContinuous-v3": {"discount": 0.999, "gae_lambda": 0.98},
@@ -397,12 +398,14 @@ def hamiltonian_term(agent: Agent, spins: dict[str, Tensor], uniform: bool = Fal
     return -(weight * variance * log_prob).mean() + 0.05 * energy.square().mean()
 
 
-def update(agent: Agent, optimizer, rollout, gradients, args: Args, memory) -> dict[str, Tensor]:
+def update(
+    agent, optimizer, rollout, gradients, args: Args, target_kl: float, memory, coef: float
+) -> dict[str, Tensor]:
     """Some epochs of minibatch gradient steps -> mean of each logged quantity."""
     (weights,) = optimizer.param_groups[0]["params"]  # all of them in one vector
     loss_gradient, hamiltonian_gradient = gradients
     batch = prepare(agent, rollout, args)
-    if args.hterm_coef > 0:
+    if coef > 0:
         memory.add(rollout)
         spins = memory.draw(agent, args.minibatch_size // 2, args)
         uniform = args.hterm_selection == "uniform"
@@ -415,9 +418,9 @@ def update(agent: Agent, optimizer, rollout, gradients, args: Args, memory) -> d
                 continue
             minibatch = {name: tensor[index] for name, tensor in batch.items()}
             weights.grad, _, losses = loss_gradient(agent, minibatch, args)
-            if args.hterm_coef > 0:
+            if coef > 0:
                 term, losses["hamiltonian"] = hamiltonian_gradient(agent, next(spins), uniform)
-                weights.grad += args.hterm_coef * term
+                weights.grad += coef * term
             average_gradients(weights)
             norm = losses["gradient_norm"] = weights.grad.norm()
             weights.grad.mul_((args.max_grad_norm / (norm + 1e-6)).clamp(max=1))
@@ -425,8 +428,8 @@ def update(agent: Agent, optimizer, rollout, gradients, args: Args, memory) -> d
             for name, value in losses.items():
                 sums[name] = sums.get(name, 0) + value
             steps += 1
-            if args.learning_rate_schedule == "adaptive":
-                adapt_learning_rate(optimizer, mean_over_learners(losses["kl"]), args.target_kl)
+            if args.learning_rate_schedule in ("adaptive", "both"):
+                adapt_learning_rate(optimizer, mean_over_learners(losses["kl"]), target_kl)
     agent.normalizer.update(rollout["obs"])  # last, so that all of the above saw one normaliser
     return {name: value / steps for name, value in sums.items()}
 
@@ -455,9 +458,12 @@ def train(args: Args) -> Result:
         left = 1 - step / args.total_steps
         if args.learning_rate_schedule == "anneal":
             optimizer.param_groups[0]["lr"].fill_(args.learning_rate * left)
+        target_kl = args.target_kl * (left if args.learning_rate_schedule == "both" else 1)
         rollout = workers.collect()
         step += args.horizon * args.num_envs * run.learners
-        losses = update(agent, optimizer, rollout, gradients, args, memory)
+        losses = update(
+            agent, optimizer, rollout, gradients, args, target_kl, memory, args.hterm_coef * left
+        )
 
         run.log_episodes(step, rollout)
         metrics = {f"losses/{name}": value for name, value in losses.items()}

@@ -59,10 +59,11 @@ class Args(RunArgs):
     """steps of each environment in a rollout"""
     learning_rate: float = 5e-4
     """of Adam, for actor and critic"""
-    learning_rate_schedule: Literal["anneal", "adaptive", "constant"] = "anneal"
-    """anneal: linearly to zero; adaptive: by the KL divergence towards --target-kl"""
+    learning_rate_schedule: Literal["anneal", "adaptive", "both", "constant"] = "anneal"
+    """anneal: linearly to zero; adaptive: by the KL divergence towards --target-kl; both: the same,
+    with a target that falls linearly to zero"""
     target_kl: float = 0.01
-    """what the adaptive schedule steers to"""
+    """how far a gradient step may move the policy, for the adaptive schedules"""
     epochs: int = 10
     """passes over each rollout"""
     minibatch_size: int = 512
@@ -88,7 +89,7 @@ class Args(RunArgs):
     hterm: Literal["chain", "published"] = "chain"
     """which form"""
     hterm_coef: float = 0.125
-    """λ, weight of the H-term (0: ppo.py)"""
+    """λ, weight of the H-term at first; it falls linearly to zero (0: ppo.py)"""
     hterm_length: int = 8
     """K, steps of a window"""
     hterm_windows: int = 0
@@ -420,7 +421,9 @@ def add_capped(base: Tensor, term: Tensor, coef: float) -> Tensor:
     return base + coef * term
 
 
-def update(agent, optimizer, rollout, gradients, args: Args, windows, coef) -> dict[str, Tensor]:
+def update(
+    agent, optimizer, rollout, gradients, args: Args, target_kl: float, windows, coef: float
+) -> dict[str, Tensor]:
     """Some epochs of minibatch gradient steps -> mean of each logged quantity."""
     (weights,) = optimizer.param_groups[0]["params"]  # all of them in one vector
     loss_gradient, term_gradient = gradients
@@ -458,8 +461,8 @@ def update(agent, optimizer, rollout, gradients, args: Args, windows, coef) -> d
             for name, value in losses.items():
                 sums[name] = sums.get(name, 0) + value
             steps += 1
-            if args.learning_rate_schedule == "adaptive":
-                adapt_learning_rate(optimizer, mean_over_learners(losses["kl"]), args.target_kl)
+            if args.learning_rate_schedule in ("adaptive", "both"):
+                adapt_learning_rate(optimizer, mean_over_learners(losses["kl"]), target_kl)
     agent.normalizer.update(rollout["obs"])  # last, so that all of the above saw one normaliser
     return {name: value / steps for name, value in sums.items()}
 
@@ -504,12 +507,15 @@ def train(args: Args) -> Result:
         left = 1 - step / args.total_steps
         if args.learning_rate_schedule == "anneal":
             optimizer.param_groups[0]["lr"].fill_(args.learning_rate * left)
+        target_kl = args.target_kl * (left if args.learning_rate_schedule == "both" else 1)
         if log_std_schedule and not agent.discrete:
             places = np.linspace(0, 1, len(log_std_schedule))
             agent.log_std.fill_(np.interp(1 - left, places, log_std_schedule))
         rollout = workers.collect()
         step += args.horizon * args.num_envs * run.learners
-        losses = update(agent, optimizer, rollout, gradients, args, windows, left * args.hterm_coef)
+        losses = update(
+            agent, optimizer, rollout, gradients, args, target_kl, windows, args.hterm_coef * left
+        )
 
         run.log_episodes(step, rollout)
         metrics = {f"losses/{name}": value for name, value in losses.items()}

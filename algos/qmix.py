@@ -11,13 +11,8 @@ each counts may depend on the state s and on the others:
     python algos/qmix.py --env Spread
     python algos/qmix.py --env lbforaging:Foraging-8x8-2p-2f-coop-v3
 
-Evaluation prints the sum of the rewards over agents and steps. To know what a number means (mpe2's
-rules, 25 steps):
-
-    Spread            random −79.1    doing nothing −73.1     straight to a landmark −26.7
-    SpeakerListener   random −79.8    deaf −31.4              told the goal −15.0
-
-(SpeakerListener's two agents are paid the same: an agent's return is half of that.)
+Evaluation prints the sum of the rewards over agents and steps, and beside it what simple
+policies have there.
 
 What differs from vdn.py, each where it stands:
 - `Mixer`: W₁, b₁, w₂, b₂ are linear functions of the state (hypernetworks; b₂ has a hidden layer),

@@ -200,8 +200,10 @@ def log_slope(u: Tensor) -> Tensor:
 
 
 def check_windows(args: Args, learners: int) -> None:
+    """UserError unless every learner has windows from the first update on."""
     least = args.hterm_length * args.num_envs * learners
-    for flag, value in (("buffer-size", args.buffer_size), ("hterm-newest", args.hterm_newest)):
+    for name in ("buffer_size", "hterm_newest", "warmup_steps"):
+        value, flag = getattr(args, name), name.replace("_", "-")
         if args.hterm_coef > 0 and value < least:
             raise UserError(
                 f"--{flag} is {value}; allowed is at least {least}, --hterm-length times --num-envs"
@@ -317,14 +319,6 @@ def move_target(target: nn.Module, network: nn.Module, polyak: float) -> None:
         theirs.lerp_(ours, polyak)
 
 
-def draw_windows(replay: ReplayBuffer, args: Args) -> dict[str, Tensor] | None:
-    """As many windows as make a batch, (K, L, ...); None as long as the buffer holds none."""
-    if replay.rows < args.hterm_length:
-        return None
-    count = max(1, args.batch_size // args.hterm_length)
-    return replay.windows(count, args.hterm_length, newest=args.hterm_newest)
-
-
 def update(
     agent, target, optimizers, batch, gradients, args: Args, windows=None, coef: float = 0.0
 ) -> tuple[dict, Tensor]:
@@ -354,10 +348,10 @@ def train(args: Args) -> Result:
     workers = Workers(run, collect, "bounded", ahead=True)
     agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
     target = copy.deepcopy(agent.critics).requires_grad_(False)
-    critic_optimizer, actor_optimizer = (
+    optimizers = critic_optimizer, actor_optimizer = [
         torch.optim.Adam([flatten(network)], args.learning_rate, fused=True)
         for network in (agent.critics, agent.actor)
-    )
+    ]
     rollout = workers.start(agent, args.horizon, x=workers.action_space.shape, log_prob=())
     replay = ReplayBuffer(
         run, rollout, args.buffer_size, n_step=args.n_step, discount=args.discount,
@@ -373,6 +367,7 @@ def train(args: Args) -> Result:
         actor_optimizer=actor_optimizer, workers=workers, replay=replay,
     )  # fmt: skip
 
+    window_shape = max(1, args.batch_size // args.hterm_length), args.hterm_length  # L, K
     losses: dict[str, Tensor] = {}  # of the last updates
     while step < args.total_steps:
         agent.warm_up.fill_(step < args.warmup_steps)
@@ -384,8 +379,7 @@ def train(args: Args) -> Result:
             coef = args.hterm_coef * (1 - before / args.total_steps)
             for _ in range(int(before * args.utd_ratio), int(step * args.utd_ratio)):
                 batch = replay.sample(args.batch_size)
-                optimizers = critic_optimizer, actor_optimizer
-                windows = draw_windows(replay, args) if coef > 0 else None
+                windows = replay.windows(*window_shape, args.hterm_newest) if coef > 0 else None
                 losses, td_error = update(
                     agent, target, optimizers, batch, gradients, args, windows, coef
                 )

@@ -801,8 +801,8 @@ class Workers:
         self.observation_space = self.envs.single_observation_space
         self.action_space = self.envs.single_action_space
         _check_actions(args.env, self.action_space, actions)
-        self._saves_envs = not args.num_workers and device.type == "cpu"
-        self.exact_resume = self._saves_envs and self.envs.exact_resume
+        here = not args.num_workers and device.type == "cpu"
+        self.exact_resume = here and self.envs.exact_resume
         if device.type != self.device.type and not args.num_workers:
             self.envs = Elsewhere(self.envs, self.device)
         self._children: list[Child] = []
@@ -850,12 +850,8 @@ class Workers:
                 self.args, num_envs=high - low, env_threads=max(1, cores // count)
             )
             columns = {k: v[:, low:high] for k, v in self._shared.items()}
-            self._children.append(
-                Child(
-                    *(_worker_main, self._collect, self._shared_agent, columns, args, index),
-                    self._begin,
-                )
-            )
+            given = self._collect, self._shared_agent, columns, args, index, self._begin
+            self._children.append(Child(_worker_main, *given))
         return self._rollout
 
     def start_anew(self, step: int) -> None:
@@ -903,10 +899,10 @@ class Workers:
         self._asked = True
 
     def state_dict(self) -> dict[str, Any]:
-        return self.envs.state_dict() if self._saves_envs else {}
+        return self.envs.state_dict() if self.exact_resume else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state:
+        if self.exact_resume:
             self.envs.load_state_dict(state)
 
     def close(self) -> None:

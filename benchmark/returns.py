@@ -81,9 +81,12 @@ def evaluations(run_dir: Path) -> dict[int, dict[str, float]]:
     return found
 
 
-def begun_at(run_dir: Path) -> str:
-    """The commit at which a run began."""
-    return json.loads((run_dir / "begun.json").read_text())["commit"]
+def begun_at(run_dir: Path, command: list[str]) -> str:
+    """The commit at which the run in a folder began; SystemExit if it is of another command."""
+    begun = json.loads((run_dir / "begun.json").read_text())
+    if begun["command"] != shlex.join(command):
+        raise SystemExit(f"{run_dir} is of another command, {begun['command']}; delete it")
+    return begun["commit"]
 
 
 def finish(command: list[str], run_dir: Path, version: str) -> bool:
@@ -101,9 +104,7 @@ def finish(command: list[str], run_dir: Path, version: str) -> bool:
             return False
         resume, begun = (run_dir / "args.json").exists(), run_dir / "begun.json"
         if begun.exists():
-            before = json.loads(begun.read_text())["command"]
-            if before != shlex.join(command):
-                raise SystemExit(f"{run_dir} is of another command, {before}; delete it")
+            begun_at(run_dir, command)
         elif resume:
             raise SystemExit(f"{run_dir} is of a run that no benchmark began; delete it")
         else:
@@ -128,9 +129,7 @@ def train(options: Options, flags: list[str], seed: int, version: str) -> None:
     command += ["--eval-episodes", str(options.eval_episodes), *flags]
     note = run_dir / "finished.json"  # what returns.csv says of it: this run is not repeated
     if note.exists():
-        before = json.loads(note.read_text())["command"]
-        if before != shlex.join(command):
-            raise SystemExit(f"{run_dir} is of another command, {before}; delete it")
+        begun_at(run_dir, command)
         return
     if not finish(command, run_dir, version):
         return
@@ -143,7 +142,7 @@ def train(options: Options, flags: list[str], seed: int, version: str) -> None:
     row |= {"std": round(curve[last]["episodic_return_std"], 2)}
     row |= {"seconds": round(curve[last]["seconds"], 1), "parallel": options.parallel}
     row |= {"torch_threads_and_env_threads": f"1 {options.env_threads}"}
-    row |= {"commit": begun_at(run_dir), "command": shlex.join(command)}
+    row |= {"commit": begun_at(run_dir, command), "command": shlex.join(command)}
     append(options.results / "returns.csv", [row])
     points = [
         {"script": options.script, "env": options.env, "flags": shlex.join(flags), "seed": seed}

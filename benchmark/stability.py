@@ -138,14 +138,14 @@ def train(options: Options, arm: str, command: list[str], seed: int, version: st
     run_dir = options.runs_dir / path.stem
     if not finish(command, run_dir, version):
         return
-    noise = log_std(run_dir)
+    noise, version = log_std(run_dir), begun_at(run_dir, command)
     about = {"env": options.env, "steps": options.total_steps, "arm": arm, "seed": seed}
     rows = [
         about
         | {"step": step, "seconds": round(entry["seconds"], 1)}
         | {"return": round(entry["episodic_return"], 2)}
         | {"return_std": round(entry["episodic_return_std"], 2)}
-        | {"log_std": noise(step), "parallel": options.parallel, "commit": begun_at(run_dir)}
+        | {"log_std": noise(step), "parallel": options.parallel, "commit": version}
         | {"command": shlex.join(command)}
         for step, entry in sorted(evaluations(run_dir).items())
     ]

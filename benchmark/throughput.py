@@ -487,13 +487,13 @@ def hterm(options: Options) -> Iterator[tuple[str, str, Contenders]]:
         empty = workers.start(agent, args.horizon)
         extra, gradients = (), gradient_of(script.minibatch_loss, agent)
         if script is ppo_hterm:
-            extra = (ppo_hterm.EnergyMemory(empty, args),)
+            extra = (ppo_hterm.EnergyMemory(empty, args), args.hterm_coef)
             gradients = gradients, gradient_of(ppo_hterm.hamiltonian_term, agent)
         elif script is ppo_hterm_variants:
             extra = (ppo_hterm_variants.Windows(empty, args), args.hterm_coef)
             term = getattr(ppo_hterm_variants, f"{args.hterm}_term")
             gradients = gradients, gradient_of(term, agent)
-        inputs = agent, optimizer, workers.collect(), gradients, args, *extra
+        inputs = agent, optimizer, workers.collect(), gradients, args, args.target_kl, *extra
 
         def step(i, update=script.update, inputs=inputs):
             update(*inputs)
@@ -534,7 +534,10 @@ def sac_stepper(script=sac_script, **flags: bool | str) -> Callable[[int], None]
     gradients = [Run.gradient(run, *function) for function in functions]
 
     def step(i: int) -> None:
-        term = (script.draw_windows(replay, args), args.hterm_coef) if with_term else ()
+        term = ()
+        if with_term:
+            shape = args.batch_size // args.hterm_length, args.hterm_length
+            term = replay.windows(*shape, args.hterm_newest), args.hterm_coef
         number = (i,) if script is redq else ()
         batch = replay.sample(BATCH)
         script.update(agent, target, optimizers, batch, gradients, *number, args, *term)

@@ -4,6 +4,7 @@ import csv
 import fcntl
 import importlib
 import json
+import shlex
 import shutil
 import subprocess
 import sys
@@ -146,7 +147,9 @@ def fake_finish(stability, monkeypatch, killed: set[int]) -> list[list[str]]:
             tags = {"eval/episodic_return": seed + step, "eval/episodic_return_std": 1}
             lines += [f"{step},1.5,{tag},{value}" for tag, value in tags.items()]
         (run_dir / "metrics.csv").write_text("\n".join(lines) + "\n")
-        (run_dir / "begun.json").write_text(json.dumps({"commit": version}))
+        (run_dir / "begun.json").write_text(
+            json.dumps({"command": shlex.join(command), "commit": version})
+        )
         return True
 
     monkeypatch.setattr(stability, "finish", finish)
@@ -189,7 +192,7 @@ def test_a_folder_is_not_taken_for_another_commands(stability, tmp_path):
     command = ["python", "algos/ppo.py", "--hidden-size", "0"]  # it fails
     with pytest.raises(SystemExit, match="ended with 1: --hidden-size"):
         stability.finish(command, tmp_path / "a", "then")
-    assert stability.begun_at(tmp_path / "a") == "then"
+    assert stability.begun_at(tmp_path / "a", command) == "then"
     with pytest.raises(SystemExit, match=r"a is of another command, .*size 0; delete it"):
         stability.finish([*command[:3], "8"], tmp_path / "a", "now")
     (tmp_path / "b").mkdir()

@@ -36,6 +36,31 @@ def test_lambda_zero_is_the_base_algorithm_bit_for_bit(module, tmp_path):
     assert not all(torch.equal(base[name], with_term[name]) for name in base)
 
 
+@pytest.mark.parametrize("module", [ppo, ppo_hterm, ppo_hterm_variants])
+@pytest.mark.parametrize("schedule", ["anneal", "adaptive", "both"])
+def test_what_falls_linearly_to_zero(module, schedule, tmp_path, monkeypatch):
+    """The learning rate, the KL divergence that it is adapted to, and λ: by the share left."""
+    update, seen = module.update, []
+
+    def spy(agent, optimizer, rollout, gradients, args, target_kl, *term):
+        rate = optimizer.param_groups[0]["lr"].item()
+        seen.append([rate / args.learning_rate, target_kl / args.target_kl])
+        seen[-1] += [coef / args.hterm_coef for coef in term[1:]]
+        return update(agent, optimizer, rollout, gradients, args, target_kl, *term)
+
+    monkeypatch.setattr(module, "update", spy)
+    options = TINY | {"total_steps": 1024, "target_kl": 1e-9, "run_dir": str(tmp_path)}
+    module.train(module.Args(**options, learning_rate_schedule=schedule))
+    rate, target, *coef = np.array(seen).T
+    left = 1 - np.arange(len(seen)) / len(seen)
+    np.testing.assert_allclose(target, left if schedule == "both" else 1)
+    np.testing.assert_allclose(coef, [left] * (module is not ppo))
+    if schedule == "anneal":
+        np.testing.assert_allclose(rate, left, rtol=1e-6)
+    else:
+        assert rate[-1] < 0.5  # each step moves the policy too far for such a target
+
+
 def memory_of(returns: torch.Tensor):
     """An agent, an empty memory, and a rollout of one-step episodes with these returns (T, N)."""
     torch.manual_seed(0)

@@ -212,16 +212,6 @@ def test_foraging():
     assert ended >= 20 and fed >= 1  # what both carry home is worth 1 together
 
 
-def test_a_resumed_run_starts_fresh_episodes():
-    name = "pettingzoo:mpe2.simple_spread_v3"
-    env, other = make(name, 2, seed=1), make(name, 2, seed=1)
-    first, _ = env.reset()
-    env.step(torch.zeros(2, 3, dtype=torch.int64))
-    other.load_state_dict(env.state_dict())
-    assert not torch.isclose(other.obs, first).all(2).any()
-    assert torch.equal(other.state, other.obs.flatten(1))
-
-
 def test_what_is_not_supported_is_refused_in_one_sentence(mortal):
     from gymnasium.spaces import Box, Discrete, MultiDiscrete
 

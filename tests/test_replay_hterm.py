@@ -410,11 +410,8 @@ def test_on_policy_from_collection_to_the_term(script):
     rollout.pop("noise")
     run = SimpleNamespace(device=torch.device("cpu"), args=SimpleNamespace(save_replay=True))
     replay = ReplayBuffer(run, rollout, 150)
-    assert script.draw_windows(replay, args) is None
-    replay.add({name: tensor[: LENGTH - 1] for name, tensor in rollout.items()})
-    assert script.draw_windows(replay, args) is None  # not one of K steps yet
-    replay.add({name: tensor[LENGTH - 1 :] for name, tensor in rollout.items()})
-    windows = script.draw_windows(replay, args)
+    replay.add(rollout)
+    windows = replay.windows(40, LENGTH)
     assert windows["x"].shape == (LENGTH, 40, ACT_DIM)
     going_on = windows["mask"][1:].bool()
     followers = windows["next_obs"][:-1][going_on], windows["obs"][1:][going_on]
@@ -422,8 +419,7 @@ def test_on_policy_from_collection_to_the_term(script):
     term, effective = script.hamiltonian_term(agent, target, windows, args)
     assert term.isfinite()
     torch.testing.assert_close(effective, windows["mask"].sum(), rtol=1e-3, atol=0)
-    newest = script.Args(num_envs=6, hterm_length=LENGTH, hterm_newest=6 * LENGTH)
-    for row in script.draw_windows(replay, newest)["index"].T // 6:
+    for row in replay.windows(40, LENGTH, 6 * LENGTH)["index"].T // 6:
         assert row.tolist() == list(range(20, 25))
 
 
@@ -458,7 +454,8 @@ def test_a_step_along_the_term_makes_what_went_well_likelier(script):
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_windows_that_cannot_be(script, tmp_path):
-    for flag, name in (("--buffer-size", "buffer_size"), ("--hterm-newest", "hterm_newest")):
+    for name in ("buffer_size", "hterm_newest", "warmup_steps"):
+        flag = "--" + name.replace("_", "-")
         options = {"num_envs": 2, name: 15, "run_dir": str(tmp_path / "run")}
         with pytest.raises(UserError, match=rf"{flag} is 15; allowed is at least 16,") as error:
             script.train(script.Args(env="Pendulum", **options))

@@ -71,7 +71,7 @@ class VecEnv(VectorEnv):
 
     metadata = {"autoreset_mode": AutoresetMode.SAME_STEP, "render_modes": ["rgb_array"]}
     state_names: tuple[str, ...] = ()
-    exact_resume = True  # `state_dict` holds everything (not so for Gymnasium's own envs)
+    exact_resume = True  # `state_dict` holds everything (Gymnasium's own envs have none)
     compilable = False  # a step is operations on tensors alone, which torch.compile understands
     num_agents: int | None = None  # one agent, and no axis for it
     known_returns: dict[str, float] = {}  # of simple policies, to tell what a return is worth
@@ -188,6 +188,8 @@ class VecEnv(VectorEnv):
 
     def state_dict(self) -> dict[str, Any]:
         """Everything the future of the envs depends on, as tensors that a checkpoint can hold."""
+        if not self.exact_resume:
+            raise NotImplementedError(f"{self.name}: a simulator that is not ours cannot be saved")
         names = ("obs", "_returns", "_lengths", *self.state_names)
         state = {
             name: getattr(self, name).clone() for name in names if getattr(self, name) is not None

@@ -46,7 +46,7 @@ class GymEnv(VecEnv):
     ValueError: unknown id or option, missing package, space that is not supported.
     """
 
-    exact_resume = False  # a simulator that is not ours cannot be saved: see `state_dict`
+    exact_resume = False  # a simulator that is not ours cannot be saved
     _envs: SyncVectorEnv | AsyncVectorEnv | None = None
 
     def __init__(
@@ -72,9 +72,7 @@ class GymEnv(VecEnv):
                 low, high = observation.low.astype(np.float32), observation.high.astype(np.float32)
             obs_space = Box(low, high)
         super().__init__(name, num_envs, device, seed, obs_space, action, max_episode_steps)
-        self._seed = int(seed)
-        self._next_seed: int | None = self._seed  # of a reset() that names none
-        self._steps = 0
+        self._next_seed: int | None = int(seed)  # of a reset() that names none
         self._processes: list[multiprocessing.Process] = []
         # a worker or an evaluator may have no children: there envs are stepped one after another
         processes = processes and not multiprocessing.current_process().daemon
@@ -115,7 +113,6 @@ class GymEnv(VecEnv):
         observations, reward, terminated, truncated, gym_info = self._ask(
             self._envs.step, self._gym_action(action)
         )
-        self._steps += 1
         self.obs = final_obs = self._observation_tensor(observations)
         ended = np.flatnonzero(terminated | truncated)
         if ended.size:
@@ -136,15 +133,6 @@ class GymEnv(VecEnv):
             self._lengths = torch.where(done, 0, lengths)
         info = {"final_obs": final_obs, "episode_return": returns, "episode_length": lengths}
         return self.obs, reward, terminated, truncated, info
-
-    def state_dict(self) -> dict[str, Any]:
-        """How far the envs are, not where: a Gymnasium simulator cannot be saved in general."""
-        return {"steps": torch.tensor(self._steps)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Start a new episode in every env, with seeds that the run has not used before."""
-        self._steps = int(state["steps"])
-        self.reset(seed=self._seed + self.num_envs * self._steps)
 
     def render(self, index: int = 0) -> np.ndarray:
         """An RGB picture (height, width, 3) uint8 of env number `index`."""
@@ -286,7 +274,7 @@ class MultiAgentGymEnv(MultiAgentVecEnv):
     ValueError: unknown module, id or option, missing package, space that is not supported.
     """
 
-    exact_resume = False  # a simulator that is not ours cannot be saved: see `state_dict`
+    exact_resume = False  # a simulator that is not ours cannot be saved
 
     def __init__(
         self, name: str, num_envs: int, device: torch.device | str = "cpu", seed: int = 0,
@@ -316,9 +304,7 @@ class MultiAgentGymEnv(MultiAgentVecEnv):
         )
         self.metadata = {**world.env.metadata, **self.metadata}
         self._own_state = None if world.state() is None else torch.empty(0)
-        self._seed = int(seed)
-        self._next_seed: int | None = self._seed  # of a reset() that names none
-        self._steps = 0
+        self._next_seed: int | None = int(seed)  # of a reset() that names none
 
     @property
     def state(self) -> Tensor:
@@ -351,7 +337,6 @@ class MultiAgentGymEnv(MultiAgentVecEnv):
             raise RuntimeError(f"{self.name}: call reset() before the first step()")
         actions = self.check_action(action).detach().cpu().numpy()
         results = [world.step(a) for world, a in zip(self._worlds, actions, strict=True)]
-        self._steps += 1
         rewards, terminated, truncated = zip(*results, strict=True)
         reward = torch.tensor(np.array(rewards), dtype=torch.float32, device=self.device)
         terminated = torch.tensor(terminated, device=self.device)
@@ -397,15 +382,6 @@ class MultiAgentGymEnv(MultiAgentVecEnv):
         if self._own_state is not None:
             states = np.stack([world.state() for world in self._worlds]).astype(np.float32)
             self._own_state = torch.from_numpy(states).to(self.device)
-
-    def state_dict(self) -> dict[str, Any]:
-        """How far the envs are, not where: a simulator that is not ours cannot be saved."""
-        return {"steps": torch.tensor(self._steps)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Start a new episode in every env, with seeds that the run has not used before."""
-        self._steps = int(state["steps"])
-        self.reset(seed=self._seed + self.num_envs * self._steps)
 
     def render(self, index: int = 0) -> np.ndarray:
         """An RGB picture (height, width, 3) uint8 of env number `index`."""
