@@ -42,6 +42,7 @@ ARMS = {
     "compute": "ppo_hterm --hterm-selection uniform",  # the same passes without the selection
     "chain": "ppo_hterm_variants --hterm chain",
     "published": "ppo_hterm_variants --hterm published",
+    "rate": "ppo --learning-rate-schedule both",  # the base with the learning rate of `memory`
     "logstd": "ppo_hterm_variants --hterm-coef 0",  # the base with the noise that `memory` had
     "gae": "ppo --gae-lambda 0.98",
     "sb3": "stable_baselines",
@@ -66,7 +67,7 @@ class Options:
     """names in ARMS, or "NAME=SCRIPT FLAGS" """
     seeds: int = 20
     """how many seeds an arm has"""
-    first_seed: int = 1000
+    first_seed: int = 3000
     """the first of them; those of another development or confirmation set begin elsewhere"""
     total_steps: int = 1_000_000
     """environment steps of a run"""

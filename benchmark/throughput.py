@@ -170,11 +170,13 @@ STABLE_BASELINES = """
 import sys, time
 from stable_baselines3 import PPO
 from stable_baselines3.common.env_util import make_vec_env
-env, num_envs, steps, options = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), {}
-if env == "Ant-v5":
-    options = {"include_cfrc_ext_in_observation": False}
-model = PPO("MlpPolicy", make_vec_env(env, num_envs, env_kwargs=options), device="cpu")
-model.learn(2048 * num_envs)
+env, num_envs, n_steps, batch_size, n_epochs, steps = sys.argv[1], *map(int, sys.argv[2:])
+options = {"include_cfrc_ext_in_observation": False} if env == "Ant-v5" else {}
+model = PPO(
+    "MlpPolicy", make_vec_env(env, num_envs, env_kwargs=options), device="cpu",
+    n_steps=n_steps, batch_size=batch_size, n_epochs=n_epochs,
+)
+model.learn(n_steps * num_envs)
 before, start = model.num_timesteps, time.perf_counter()
 model.learn(steps, reset_num_timesteps=False)
 print("steps/s", (model.num_timesteps - before) / (time.perf_counter() - start))
@@ -230,22 +232,27 @@ def training_speed(script: str, *flags: str, learners: int = 1, second_half: boo
 def training(options: Options) -> Iterator[tuple[str, str, Contenders]]:
     """PPO, collection and update: `python algos/ppo.py --env ENV` against Stable-Baselines3's.
 
-    Ours are the longer turns: at the beginning the evaluator's process, which imports torch, takes
-    two seconds from the training, where a usual run has minutes.
+    Theirs with their defaults (2048 steps, 10 passes in minibatches of 64) and with our sizes. Ours
+    are the longer turns: at the beginning the evaluator's process, which imports torch, takes two
+    seconds from the training, where a usual run has minutes.
     """
 
     def crane(name: str) -> float:
         steps = str(int(8000 * 15 * options.seconds))
         return training_speed("ppo.py", "--env", name, "--total-steps", steps)
 
-    def stable_baselines(name: str, num_envs: int) -> float:
-        steps = max(1, round(1700 * 6 * options.seconds / (2048 * num_envs))) * 2048 * num_envs
-        command = [sys.executable, "-c", STABLE_BASELINES, f"{name}-v5", str(num_envs), str(steps)]
+    def stable_baselines(name: str, num_envs: int, sizes=(2048, 64, 10)) -> float:
+        rollout = sizes[0] * num_envs
+        steps = max(1, round(1700 * 6 * options.seconds / rollout)) * rollout
+        numbers = map(str, (num_envs, *sizes, steps))
+        command = [sys.executable, "-c", STABLE_BASELINES, f"{name}-v5", *numbers]
         done = subprocess.run(command, check=True, capture_output=True, text=True)
         return float(re.search(r"steps/s (\S+)", done.stdout)[1])
 
     for name in ("Hopper", "Ant"):
         physics = physics_stepper(name, 64)
+        ours = ppo.Args(**ppo.TUNED[name])
+        sizes = ours.horizon, ours.minibatch_size, ours.epochs
         yield (
             f"PPO on {name}",
             "training steps/s",
@@ -254,6 +261,9 @@ def training(options: Options) -> Iterator[tuple[str, str, Contenders]]:
                 "Stable-Baselines3 PPO, 1 environment": lambda name=name: stable_baselines(name, 1),
                 "Stable-Baselines3 PPO, 8 environments": lambda name=name: stable_baselines(
                     name, 8
+                ),
+                "Stable-Baselines3 PPO, 64 environments, our sizes": (
+                    lambda name=name, sizes=sizes: stable_baselines(name, 64, sizes)
                 ),
                 "mujoco.rollout, physics alone": lambda physics=physics: per_second(
                     physics, 64, options.seconds

@@ -159,7 +159,8 @@ def fake_finish(stability, monkeypatch, killed: set[int]) -> list[list[str]]:
 def test_a_finished_run_is_never_repeated(stability, monkeypatch, tmp_path, capsys):
     calls = fake_finish(stability, monkeypatch, killed={1001})
     folders = {"runs_dir": tmp_path / "runs", "results": tmp_path / "results"}
-    options = {"seeds": 4, "total_steps": 1000, "parallel": 1, "arms": ["base", "memory"]}
+    options = {"seeds": 4, "first_seed": 1000, "total_steps": 1000, "parallel": 1}
+    options |= {"arms": ["base", "memory"]}
     with pytest.raises(SystemExit, match="killed"):
         stability.main(stability.Options(**options, **folders))
     for expected in (8 + 1, 8 + 1):  # the killed one was begun twice, none of the others
@@ -208,7 +209,7 @@ def test_the_control_takes_over_the_noise(tmp_path):
     run(*command, "--runs-dir", tmp_path / "runs", "--results", tmp_path)
     noise = {}
     for arm in ("memory", "logstd"):
-        (row,) = csv.DictReader(open(tmp_path / f"Pendulum__4096__{arm}__1000.csv"))
+        (row,) = csv.DictReader(open(tmp_path / f"Pendulum__4096__{arm}__3000.csv"))
         noise[arm] = float(row["log_std"])
     assert noise["logstd"] == pytest.approx(noise["memory"], abs=2e-3)
     assert f"--log-std-schedule '{noise['memory']:.3f} " in row["command"]
