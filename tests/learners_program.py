@@ -170,7 +170,7 @@ def on_policy(case: str) -> dict[str, Tensor]:
         if "hterm" in name:
             second = "hamiltonian_term" if name == "ppo_hterm" else f"{args.hterm}_term"
             gradients = gradients, gradient_of(getattr(module, second), agent)
-        extra: tuple = () if name == "a2c" else (args.target_kl,)
+        extra: tuple = (args.target_kl,) if hasattr(args, "target_kl") else ()
         for number in range(UPDATES if name == "a2c" else 1):
             lead = HORIZON, ENVS
             rollout = make_batch(random, number, 1, lead, shapes, action, agents)
