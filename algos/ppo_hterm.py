@@ -19,11 +19,12 @@ run is ppo.py's, bit for bit. It is self-imitation learning (Oh, Guo, Singh, Lee
 arXiv:1806.05635) seen from the Hamiltonian's side: a one-sided bound, not an estimator of the
 policy gradient, biased towards lucky outcomes where the environment is random.
 
-On Hopper (20 seeds) it left 0.21 [0.08, 0.80] of ppo.py's variance between seeds, p = 0.08, and lifted
-the worst quarter of the runs from 1404 to 2439, not the interquartile mean: 3145 against 3278. The
-control `--hterm-selection uniform`, any step of the memory with weight 1, left 0.29 [0.11, 1.03] with
-3019. So fewer runs seem to fail, and the energy is not shown to be why. It takes 1.4 times the time.
-Where the learning rate was annealed it helped more and the control still more (benchmark/README.md).
+On Hopper (20 seeds) it left 0.21 [0.08, 0.80] of ppo.py's variance between seeds, p = 0.08, and
+lifted the worst quarter of the runs from 1404 to 2439, not the interquartile mean: 3145, ppo.py
+3278. The control `--hterm-selection uniform`, any step of the memory with weight 1, left 0.29
+[0.11, 1.03] with 3019. So fewer runs seem to fail, and the energy is not shown to be why. It takes
+1.4 times the time. With an annealed learning rate it helped more, and the control still more
+(benchmark/README.md).
 
     python algos/ppo_hterm.py --env Ant        `diff algos/ppo.py algos/ppo_hterm.py`: the lesson
 
