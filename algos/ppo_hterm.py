@@ -23,7 +23,7 @@ On Hopper (20 seeds) it left 0.21 [0.08, 0.80] of ppo.py's variance between seed
 lifted the worst quarter of the runs from 1404 to 2439, not the interquartile mean: 3145, ppo.py
 3278. The control `--hterm-selection uniform`, any step of the memory with weight 1, left 0.29
 [0.11, 1.03] with 3019. So fewer runs seem to fail, and the energy is not shown to be why. It takes
-1.4 times the time. With an annealed learning rate it helped more, and the control still more
+1.3 times the time. With an annealed learning rate it helped more, and the control still more
 (benchmark/README.md).
 
     python algos/ppo_hterm.py --env Ant        `diff algos/ppo.py algos/ppo_hterm.py`: the lesson
