@@ -58,7 +58,7 @@ class Args(RunArgs):
     """anneal: linearly to zero; adaptive: by the KL divergence towards --target-kl; both: the same,
     with a target that falls linearly to zero"""
     target_kl: float = 0.01
-    """how far a gradient step may move the policy, for the adaptive schedules"""
+    """what these two steer to: the divergence from the policy that collected the rollout"""
     epochs: int = 10
     """passes over each rollout"""
     minibatch_size: int = 512

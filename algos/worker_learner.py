@@ -902,7 +902,7 @@ class Workers:
         return self.envs.state_dict() if self.exact_resume else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self.exact_resume:
+        if state and self.exact_resume:  # none of a run that was on a GPU
             self.envs.load_state_dict(state)
 
     def close(self) -> None:
