@@ -42,8 +42,9 @@ ARMS = {
     "compute": "ppo_hterm --hterm-selection uniform",  # the same passes without the selection
     "chain": "ppo_hterm_variants --hterm chain",
     "published": "ppo_hterm_variants --hterm published",
-    "rate": "ppo --learning-rate-schedule both",  # the base with the learning rate of `memory`
-    "logstd": "ppo_hterm_variants --hterm-coef 0",  # the base with the noise that `memory` had
+    # for Hopper: the base with the learning rate of `memory`; then with its noise too
+    "rate": "ppo --learning-rate-schedule both",
+    "logstd": "ppo_hterm_variants --hterm-coef 0 --learning-rate-schedule both",
     "gae": "ppo --gae-lambda 0.98",
     "sb3": "stable_baselines",
     **{  # each beside its +H; the flags are for speed, on both alike
