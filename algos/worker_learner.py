@@ -220,10 +220,10 @@ class Run:
         saved = self._load_checkpoint() if self.resumed and self.rank == 0 else None
         pending = (saved or {}).get("pending_evaluations", [])
         step = self._load_state(state, saved)
-        if step and not getattr(state.get("workers"), "exact_resume", True):
+        if step and not getattr(state.get("workers"), "go_on", True):
             self._say(
-                "Not exact: the environments start new episodes, since they run in workers,\n"
-                "on a GPU or by Gymnasium. Weights, optimizer and schedules go on as saved."
+                "Not exact: the environments start new episodes, since they run or ran\n"
+                "in workers, on a GPU or by Gymnasium. All the rest goes on as saved."
             )
             state["workers"].start_anew(step)
             for thing in state.values():
@@ -803,6 +803,7 @@ class Workers:
         _check_actions(args.env, self.action_space, actions)
         here = not args.num_workers and device.type == "cpu"
         self.exact_resume = here and self.envs.exact_resume
+        self.go_on = True  # with the episodes that were saved
         if device.type != self.device.type and not args.num_workers:
             self.envs = Elsewhere(self.envs, self.device)
         self._children: list[Child] = []
@@ -902,7 +903,8 @@ class Workers:
         return self.envs.state_dict() if self.exact_resume else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state and self.exact_resume:  # none of a run that was on a GPU
+        self.go_on = bool(state) and self.exact_resume  # none is saved where it would not be exact
+        if self.go_on:
             self.envs.load_state_dict(state)
 
     def close(self) -> None:

@@ -38,7 +38,7 @@ from algos import (
     td3_hterm,
     worker_learner,
 )
-from algos.worker_learner import ReplayBuffer, UserError
+from algos.worker_learner import ReplayBuffer, UserError, Workers
 
 OBS_DIM, ACT_DIM, HIDDEN, BATCH = 4, 2, 6, 10
 OBS = gymnasium.spaces.Box(-np.inf, np.inf, (OBS_DIM,))
@@ -662,13 +662,18 @@ def test_what_another_number_of_learners_saved(tmp_path, capsys):
     assert not torch.equal(now["workers"]["obs"], saved["workers"]["obs"])
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_where_environments_start_anew_the_buffer_knows(num_workers, tmp_path, monkeypatch):
-    run_of(sac, tmp_path, kill_after=300, num_workers=num_workers)
+@pytest.mark.parametrize("where", ["here", "in a worker", "on a GPU before"])
+def test_where_environments_start_anew_the_buffer_knows(where, tmp_path, monkeypatch, capsys):
+    with monkeypatch.context() as patch:
+        if where == "on a GPU before":  # from there no environment is saved
+            patch.setattr(Workers, "state_dict", lambda self: {})
+        run_of(sac, tmp_path, kill_after=300, num_workers=int(where == "in a worker"))
     ended = []
     monkeypatch.setattr(ReplayBuffer, "end_episodes", lambda self: ended.append(len(self)))
     resume_of(sac, tmp_path)
-    assert len(ended) == num_workers and all(ended)
+    anew = where != "here"
+    assert len(ended) == anew and all(ended)
+    assert ("Not exact: the environments start new episodes" in capsys.readouterr().out) == anew
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
