@@ -112,7 +112,10 @@ LIMITS = {
 
 # What differs by environment; a flag on the command line wins.
 TUNED = {
-    "Pendulum": {"total_steps": 10_000, "warmup_steps": 1000, "policy_delay": 1},
+    "Pendulum": {
+        **{"total_steps": 10_000, "warmup_steps": 1000, "policy_delay": 1},
+        **{"hterm_coef": 0.0125},  # with 0.125 some seeds do not settle in so few steps
+    },
 }
 
 
