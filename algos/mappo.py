@@ -65,11 +65,10 @@ class Args(RunArgs):
     """steps of each environment in a rollout"""
     learning_rate: float = 1e-3
     """of Adam, for actor and critic"""
-    learning_rate_schedule: Literal["anneal", "adaptive", "both", "constant"] = "anneal"
-    """anneal: linearly to zero; adaptive: by the KL divergence towards --target-kl; both: the same,
-    with a target that falls linearly to zero"""
+    learning_rate_schedule: Literal["anneal", "adaptive", "constant"] = "anneal"
+    """anneal: linearly to zero; adaptive: by the KL divergence towards --target-kl"""
     target_kl: float = 0.01
-    """what these two steer to: the divergence from the policy that collected the rollout"""
+    """what adaptive steers to: the divergence from the policy that collected the rollout"""
     epochs: int = 10
     """passes over each rollout"""
     minibatch_size: int = 720_720
@@ -356,9 +355,7 @@ def minibatch_loss(agent: Agent, batch: dict[str, Tensor], args: Args) -> tuple[
     return total, losses
 
 
-def update(
-    agent: Agent, optimizer, rollout, loss_gradient, args: Args, target_kl: float
-) -> dict[str, Tensor]:
+def update(agent: Agent, optimizer, rollout, loss_gradient, args: Args) -> dict[str, Tensor]:
     """Some epochs of minibatch gradient steps -> mean of each logged quantity."""
     (weights,) = optimizer.param_groups[0]["params"]  # all of them in one vector
     batch = prepare(agent, rollout, args)
@@ -378,8 +375,8 @@ def update(
             for name, value in losses.items():
                 sums[name] = sums.get(name, 0) + value
             steps += 1
-            if args.learning_rate_schedule in ("adaptive", "both"):
-                adapt_learning_rate(optimizer, mean_over_learners(losses["kl"]), target_kl)
+            if args.learning_rate_schedule == "adaptive":
+                adapt_learning_rate(optimizer, mean_over_learners(losses["kl"]), args.target_kl)
     agent.normalizer.update(rollout["obs"].flatten(-2))  # last, so that all saw one normaliser
     agent.state_normalizer.update(rollout["state"])
     return {name: value / steps for name, value in sums.items()}
@@ -410,11 +407,10 @@ def train(args: Args) -> Result:
         left = 1 - step / args.total_steps
         if args.learning_rate_schedule == "anneal":
             optimizer.param_groups[0]["lr"].fill_(args.learning_rate * left)
-        target_kl = args.target_kl * (left if args.learning_rate_schedule == "both" else 1)
         agent.entropy_coef.fill_(args.entropy_coef * left)
         rollout = workers.collect()
         step += args.horizon * args.num_envs * run.learners
-        losses = update(agent, optimizer, rollout, loss_gradient, args, target_kl)
+        losses = update(agent, optimizer, rollout, loss_gradient, args)
 
         run.log_episodes(step, rollout)
         metrics = {f"losses/{name}": value for name, value in losses.items()}

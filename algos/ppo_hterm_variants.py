@@ -59,11 +59,10 @@ class Args(RunArgs):
     """steps of each environment in a rollout"""
     learning_rate: float = 5e-4
     """of Adam, for actor and critic"""
-    learning_rate_schedule: Literal["anneal", "adaptive", "both", "constant"] = "anneal"
-    """anneal: linearly to zero; adaptive: by the KL divergence towards --target-kl; both: the same,
-    with a target that falls linearly to zero"""
+    learning_rate_schedule: Literal["anneal", "adaptive", "constant"] = "anneal"
+    """anneal: linearly to zero; adaptive: by the KL divergence towards --target-kl"""
     target_kl: float = 0.01
-    """what these two steer to: the divergence from the policy that collected the rollout"""
+    """what adaptive steers to: the divergence from the policy that collected the rollout"""
     epochs: int = 10
     """passes over each rollout"""
     minibatch_size: int = 512
@@ -422,7 +421,7 @@ def add_capped(base: Tensor, term: Tensor, coef: float) -> Tensor:
 
 
 def update(
-    agent, optimizer, rollout, gradients, args: Args, target_kl: float, windows, coef: float
+    agent, optimizer, rollout, gradients, args: Args, windows, coef: float
 ) -> dict[str, Tensor]:
     """Some epochs of minibatch gradient steps -> mean of each logged quantity."""
     (weights,) = optimizer.param_groups[0]["params"]  # all of them in one vector
@@ -461,8 +460,8 @@ def update(
             for name, value in losses.items():
                 sums[name] = sums.get(name, 0) + value
             steps += 1
-            if args.learning_rate_schedule in ("adaptive", "both"):
-                adapt_learning_rate(optimizer, mean_over_learners(losses["kl"]), target_kl)
+            if args.learning_rate_schedule == "adaptive":
+                adapt_learning_rate(optimizer, mean_over_learners(losses["kl"]), args.target_kl)
     agent.normalizer.update(rollout["obs"])  # last, so that all of the above saw one normaliser
     return {name: value / steps for name, value in sums.items()}
 
@@ -507,15 +506,12 @@ def train(args: Args) -> Result:
         left = 1 - step / args.total_steps
         if args.learning_rate_schedule == "anneal":
             optimizer.param_groups[0]["lr"].fill_(args.learning_rate * left)
-        target_kl = args.target_kl * (left if args.learning_rate_schedule == "both" else 1)
         if log_std_schedule and not agent.discrete:
             places = np.linspace(0, 1, len(log_std_schedule))
             agent.log_std.fill_(np.interp(1 - left, places, log_std_schedule))
         rollout = workers.collect()
         step += args.horizon * args.num_envs * run.learners
-        losses = update(
-            agent, optimizer, rollout, gradients, args, target_kl, windows, args.hterm_coef * left
-        )
+        losses = update(agent, optimizer, rollout, gradients, args, windows, args.hterm_coef * left)
 
         run.log_episodes(step, rollout)
         metrics = {f"losses/{name}": value for name, value in losses.items()}

@@ -39,12 +39,12 @@ from scipy import integrate, stats
 ARMS = {
     "base": "ppo",
     "memory": "ppo_hterm",
-    "compute": "ppo_hterm --hterm-selection uniform",  # the same passes without the selection
+    "compute": "ppo_hterm --hterm-weight uniform",  # the same passes without the idea
     "chain": "ppo_hterm_variants --hterm chain",
     "published": "ppo_hterm_variants --hterm published",
     # for Hopper: the base with the learning rate of `memory`; then with its noise too
-    "rate": "ppo --learning-rate-schedule both",
-    "logstd": "ppo_hterm_variants --hterm-coef 0 --learning-rate-schedule both",
+    "rate": "ppo --learning-rate-schedule anneal",
+    "logstd": "ppo_hterm_variants --hterm-coef 0 --learning-rate-schedule anneal",
     "gae": "ppo --gae-lambda 0.98",
     "sb3": "stable_baselines",
     **{  # each beside its +H; the flags are for speed, on both alike
@@ -68,7 +68,7 @@ class Options:
     """names in ARMS, or "NAME=SCRIPT FLAGS" """
     seeds: int = 20
     """how many seeds an arm has"""
-    first_seed: int = 3000
+    first_seed: int = 4000
     """the first of them; those of another development or confirmation set begin elsewhere"""
     total_steps: int = 1_000_000
     """environment steps of a run"""

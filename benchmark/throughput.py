@@ -503,7 +503,7 @@ def hterm(options: Options) -> Iterator[tuple[str, str, Contenders]]:
             extra = (ppo_hterm_variants.Windows(empty, args), args.hterm_coef)
             term = getattr(ppo_hterm_variants, f"{args.hterm}_term")
             gradients = gradients, gradient_of(term, agent)
-        inputs = agent, optimizer, workers.collect(), gradients, args, args.target_kl, *extra
+        inputs = agent, optimizer, workers.collect(), gradients, args, *extra
 
         def step(i, update=script.update, inputs=inputs):
             update(*inputs)

@@ -170,14 +170,14 @@ def on_policy(case: str) -> dict[str, Tensor]:
         if "hterm" in name:
             second = "hamiltonian_term" if name == "ppo_hterm" else f"{args.hterm}_term"
             gradients = gradients, gradient_of(getattr(module, second), agent)
-        extra: tuple = (args.target_kl,) if hasattr(args, "target_kl") else ()
+        extra: tuple = ()
         for number in range(UPDATES if name == "a2c" else 1):
             lead = HORIZON, ENVS
             rollout = make_batch(random, number, 1, lead, shapes, action, agents)
             if name == "ppo_hterm":
-                extra = args.target_kl, module.EnergyMemory(rollout, args), args.hterm_coef
+                extra = module.EnergyMemory(rollout, args), args.hterm_coef
             if name == "ppo_hterm_variants":
-                extra = args.target_kl, module.Windows(rollout, args), 0.125
+                extra = module.Windows(rollout, args), 0.125
             module.update(agent, optimizer, rollout, gradients, args, *extra)
     return result(agent, optimizer)
 

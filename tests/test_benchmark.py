@@ -209,7 +209,7 @@ def test_the_control_takes_over_the_noise(tmp_path):
     run(*command, "--runs-dir", tmp_path / "runs", "--results", tmp_path)
     noise = {}
     for arm in ("memory", "logstd"):
-        (row,) = csv.DictReader(open(tmp_path / f"Pendulum__4096__{arm}__3000.csv"))
+        (row,) = csv.DictReader(open(tmp_path / f"Pendulum__4096__{arm}__4000.csv"))
         noise[arm] = float(row["log_std"])
     assert noise["logstd"] == pytest.approx(noise["memory"], abs=2e-3)
     assert f"--log-std-schedule '{noise['memory']:.3f} " in row["command"]

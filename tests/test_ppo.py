@@ -260,9 +260,7 @@ def test_an_update_is_a_step_down_the_shortened_gradient(module, max_norm):
     gradient = gradient_of(loss, other)(other, module.prepare(other, rollout, args), args)[0]
     weights = flatten(agent)
     before = weights.detach().clone()
-    optimizer = torch.optim.SGD([weights], 0.1)
-    extra = () if module is a2c else (args.target_kl,)
-    module.update(agent, optimizer, rollout, gradient_of(loss, agent), args, *extra)
+    module.update(agent, torch.optim.SGD([weights], 0.1), rollout, gradient_of(loss, agent), args)
     step = 0.1 * gradient * min(1, max_norm / gradient.norm().item())
     torch.testing.assert_close(before - weights.detach(), step, rtol=1e-3, atol=1e-12)
     torch.testing.assert_close(agent.normalizer.mean, rollout["obs"].flatten(0, 1).mean(0))
