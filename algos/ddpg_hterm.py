@@ -22,7 +22,7 @@ With λ = 0 the run is ddpg.py's, bit for bit. The scale left out is 1/σ²: wit
 
 With --noise ou, x is without the noise carried over from before: that is the environment's.
 
-There is no energy memory here (ppo_hterm.py): it brings back what an on-policy learner would
+There is no second memory here, as in ppo_hterm.py: that brings back what an on-policy learner would
 forget, while a replay buffer forgets little and its critic learns from all of it.
 """
 

@@ -1,32 +1,35 @@
-"""PPO with the Hamiltonian term (H-term): ppo.py plus a memory of spins at a temperature.
+"""PPO with the Hamiltonian term (H-term): ppo.py plus a memory whose steps count by their energy.
 
-Unroll the Bellman equation and read each (state, action) as a spin: H(π) is minus the expected
-K-step return, and the policy of minimal energy is the one with the largest return (Liu & Fang 2020;
-Liu, Li, Wu, Wang 2023, "Stationary Deep RL with Quantum K-spin Hamiltonian Regularization"). Their
-Algorithm 1 keeps trajectories in a second memory and lifts the log-probability of the best. Here
-each counts by its Boltzmann weight, with the critic as the zero of energy:
+Read each (state, action) as a spin: H(π) is minus the expected K-step return, so the policy of
+minimal energy is the one with the largest return (Liu & Fang 2020; Liu, Li, Wu, Wang 2023,
+"Stationary Deep RL with Quantum K-spin Hamiltonian Regularization"). Their Algorithm 1 keeps
+trajectories in a second memory and lifts the log-probability of the best; here each step of it has
+a Boltzmann weight, with R, its λ-return, a mixture of the bootstrapped chains of all lengths K:
 
-    memory   the last M rollouts; R, the λ-return of a step, is a bootstrapped K-step chain
-    Â(s,a) = R − V_θ(s), with mean 0 and deviation 1               minus the energy of a spin
+    memory   the last M rollouts, in each update those of a random quarter of the environments
+    Â(s,a) = R − V_θ(s), with mean 0 and deviation 1 in a minibatch
     L_H    = − mean[ w/w̄ σ̄² log π_θ(a|s) ] + 0.05 mean[ (R − V_θ(s))² ],   w = min(exp Â, 3)
     L      = L_PPO + λ L_H
 
-The first part is least for the Gibbs distribution π_M(a|s) exp Â / Z, where π_M is the mixture of
-the last M policies: it holds the policy near what it did, and nearer where that went better than
-expected. R is computed again before each update, with the present critic and the present scale of
-rewards: a return in the units of its day looks good when the scale has grown since. σ is not
-differentiated, and σ̄² (its mean square) makes the step of the mean independent of it. With λ = 0
-the run is ppo.py's, bit for bit. These are the weights of advantage-weighted regression (Peng,
-Kumar, Zhang, Levine 2019, arXiv:1910.00177).
+By itself, the first part would be least for π(a|s) ∝ π_M(a|s) E[w|s,a], π_M being the last M
+policies mixed by their visits to s: it holds the policy near what it did, and nearer where that
+went better than expected. Of this a Gaussian takes over the mean only: σ is not differentiated, and
+σ̄², the mean of σ², makes it the regression ½ w ‖a − μ_θ(s)‖² where all σ are equal. But for the cap
+and w̄ that is advantage-weighted regression (Peng, Kumar, Zhang, Levine 2019, arXiv:1910.00177).
+R is computed again before each update, with the present critic and the present scale of rewards: a
+return in the units of its day looks good when the scale has grown since. Nothing else corrects for
+the age of a step, nor for the critic, and where the environment is random, luck counts as merit.
+With λ = 0 and the same `--learning-rate-schedule` (on Hopper they differ) the run is ppo.py's, bit
+for bit.
 
-Two others to compare with: `--hterm-weight uniform`, an infinite temperature, and `energy`, which
-looks at what beats the critic only: steps are drawn ∝ E = max(0, R − V_θ(s)), w/w̄ = min(E/Ē, 3)
-with the mean Ē of the positive E, and E stands in both parts of L_H. It is zero when nothing in
-memory beats the critic, and is self-imitation learning (Oh, Guo, Singh, Lee 2018, arXiv:1806.05635)
-seen from the Hamiltonian's side.
+`--hterm-weight uniform` is the control, w = 1: the same work without the idea. `energy` counts only
+what the present policy leaves unused, E = max(0, R − V_θ(s)): steps are drawn ∝ E, E² stands in the
+second part, and min(E/Ē, 3) in the place of w/w̄, Ē the mean of the positive E. It is zero when
+nothing in memory beats the critic, and is self-imitation learning (Oh, Guo, Singh, Lee 2018,
+arXiv:1806.05635) seen from the Hamiltonian's side.
 
 The form was chosen on development seeds; what it does on fresh ones is being measured
-(benchmark/README.md). It takes 1.3 times the time.
+(benchmark/README.md).
 
     python algos/ppo_hterm.py --env Ant        `diff algos/ppo.py algos/ppo_hterm.py`: the lesson
 
@@ -99,8 +102,8 @@ class Args(RunArgs):
     hterm_memory: int = 16
     """M, rollouts in the memory"""
     hterm_weight: Literal["boltzmann", "energy", "uniform"] = "boltzmann"
-    """energy: steps are drawn and weighted by E = max(0, R − V); uniform: all have weight 1, an
-    infinite temperature, the same work without the idea (a control)"""
+    """of a step in the memory; boltzmann: min(exp Â, 3); energy: by max(0, R − V), as is the chance
+    to be drawn; uniform: 1, the same work without the idea (a control)"""
 
 
 LIMITS = {
@@ -337,7 +340,7 @@ def minibatch_loss(agent: Agent, batch: dict[str, Tensor], args: Args) -> tuple[
     return total, losses
 
 
-class EnergyMemory(nn.Module):
+class SpinMemory(nn.Module):
     """The last M rollouts as they were collected, (T, M, N, ...)."""
 
     NAMES = ("obs", "next_obs", "action", "reward", "terminated", "done")
@@ -361,8 +364,7 @@ class EnergyMemory(nn.Module):
     def draw(self, agent: Agent, batch_size: int, args: Args) -> Iterator[dict[str, Tensor]]:
         """Minibatches without end; R is computed once, by the present critic.
 
-        And for a random quarter of the environments: V of all would cost as much time as the
-        epochs, and what is drawn here again and again is far less.
+        A quarter of the environments, because V of all would take as long as the epochs.
         """
         envs = torch.randperm(self.filled.shape[2], device=self.filled.device)
         envs = envs[: math.ceil(len(envs) / 4)]
@@ -371,27 +373,27 @@ class EnergyMemory(nn.Module):
         value, next_value = agent.value(obs), agent.value(agent.normalizer(kept["next_obs"]))
         reward = agent.reward_scaler.scale(kept["reward"])
         advantage = gae(reward, value, next_value, kept["terminated"], kept["done"], args)
-        advantage = advantage.masked_fill(~kept["filled"], -1e9)  # an empty place has no energy
-        energy = advantage.clamp(min=0)
-        positive = mean_over_learners((energy > 0).sum())
-        mean_energy = mean_over_learners(energy.sum()) / positive.clamp(min=1)
+        chance, common = kept["filled"], {}
+        if args.hterm_weight == "energy":
+            advantage = advantage.masked_fill(~kept["filled"], -1e9)  # an empty place has none
+            chance = advantage.clamp(min=0)
+            positive = mean_over_learners((chance > 0).sum())
+            common["mean_energy"] = mean_over_learners(chance.sum()) / positive.clamp(min=1)
         steps = {"obs": obs, "action": kept["action"], "returns": advantage + value}
         steps = {name: tensor.flatten(0, 2) for name, tensor in steps.items()}
-        chance = energy if args.hterm_weight == "energy" else kept["filled"]
         cumulated = chance.flatten().double().cumsum(0)
         while True:
             height = torch.rand_like(cumulated[-1].expand(batch_size)) * cumulated[-1]
             chosen = torch.searchsorted(cumulated, height, right=True).clamp(max=len(cumulated) - 1)
-            spins = {name: tensor[chosen] for name, tensor in steps.items()}
-            yield spins | {"mean_energy": mean_energy}
+            yield {name: tensor[chosen] for name, tensor in steps.items()} | common
 
 
 def hamiltonian_term(agent: Agent, spins: dict[str, Tensor], args: Args) -> Tensor:
     """− mean[ w/w̄ σ̄² log π_θ(a|s) ] + 0.05 mean[ (R − V_θ(s))² ],  w = min(exp Â, 3)
 
     Â is R − V with mean 0 and deviation 1 in the minibatch. `energy`: with E = max(0, R − V) in the
-    place of R − V, and w/w̄ = min(E/Ē, 3). An action that is very unlikely by now, log π 20 below
-    its mean, counts no more.
+    place of R − V, and min(E/Ē, 3) in that of w/w̄. An action that is very unlikely by now, its
+    log π 20 below what it is in the mean, − entropy, counts no more.
     """
     advantage = spins["returns"] - agent.value(spins["obs"])
     if args.hterm_weight == "energy":
@@ -404,7 +406,7 @@ def hamiltonian_term(agent: Agent, spins: dict[str, Tensor], args: Args) -> Tens
         weight = ((advantage.detach() - mean) / (std + 1e-8)).exp().clamp(max=3)
         weight = weight / mean_over_learners(weight.mean())
     log_prob, entropy = agent.log_prob_entropy(spins["obs"], spins["action"], fixed_std=True)
-    log_prob = (log_prob + entropy.detach()).clamp(min=-20)  # a constant more, 0 in the mean
+    log_prob = (log_prob + entropy.detach()).clamp(min=-20)
     variance = 1.0 if agent.discrete else (2 * agent.log_std.detach()).exp().mean()
     return -(weight * variance * log_prob).mean() + 0.05 * advantage.square().mean()
 
@@ -418,7 +420,7 @@ def update(
     batch = prepare(agent, rollout, args)
     if coef > 0:
         memory.add(rollout)
-        spins = memory.draw(agent, args.minibatch_size // 2, args)
+        spins = memory.draw(agent, max(2, args.minibatch_size // 2), args)
     size, device = len(batch["obs"]), batch["obs"].device
     sums: dict[str, Tensor] = {}
     steps = 0
@@ -460,7 +462,7 @@ def train(args: Args) -> Result:
     weights = flatten(agent)
     learning_rate = torch.tensor(args.learning_rate, device=run.device)
     optimizer = torch.optim.Adam([weights], learning_rate, eps=1e-5, fused=True)
-    memory = EnergyMemory(workers.start(agent, args.horizon), args)
+    memory = SpinMemory(workers.start(agent, args.horizon), args)
     gradients = run.gradient(minibatch_loss, agent), run.gradient(hamiltonian_term, agent)
     step = run.start(agent=agent, optimizer=optimizer, workers=workers, memory=memory)
 

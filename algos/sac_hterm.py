@@ -20,7 +20,7 @@ helps has not been measured yet.
 
     python algos/sac_hterm.py --env Hopper      `diff algos/sac.py algos/sac_hterm.py`: the lesson
 
-There is no energy memory here (ppo_hterm.py): it brings back what an on-policy learner would
+There is no second memory here, as in ppo_hterm.py: that brings back what an on-policy learner would
 forget, while a replay buffer forgets little and its critics learn from all of it.
 """
 

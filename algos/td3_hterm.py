@@ -20,7 +20,7 @@ With λ = 0 the run is td3.py's, bit for bit. The scale left out is 1/σ²: with
 
     python algos/td3_hterm.py --env Hopper     `diff algos/td3.py algos/td3_hterm.py`: the lesson
 
-There is no energy memory here (ppo_hterm.py): it brings back what an on-policy learner would
+There is no second memory here, as in ppo_hterm.py: that brings back what an on-policy learner would
 forget, while a replay buffer forgets little and its critics learn from all of it.
 """
 

@@ -497,7 +497,7 @@ def hterm(options: Options) -> Iterator[tuple[str, str, Contenders]]:
         empty = workers.start(agent, args.horizon)
         extra, gradients = (), gradient_of(script.minibatch_loss, agent)
         if script is ppo_hterm:
-            extra = (ppo_hterm.EnergyMemory(empty, args), args.hterm_coef)
+            extra = (ppo_hterm.SpinMemory(empty, args), args.hterm_coef)
             gradients = gradients, gradient_of(ppo_hterm.hamiltonian_term, agent)
         elif script is ppo_hterm_variants:
             extra = (ppo_hterm_variants.Windows(empty, args), args.hterm_coef)

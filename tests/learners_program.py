@@ -8,6 +8,7 @@ part of what the one draws.
 
 import copy
 import importlib
+import itertools
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -131,7 +132,7 @@ ON_POLICY = {
     "a2c": {},
     "ppo": {"learning_rate_schedule": "adaptive"},
     "ppo discrete": {"clip_value": True, "entropy_coef": 0.01},
-    "ppo_hterm": {"hterm_coef": 0.0},  # a learner's memory is its own
+    "ppo_hterm": {},
     "ppo_hterm_variants": {"hterm_length": 2},
     "pqn discrete": {},
     "mappo": {"learning_rate_schedule": "adaptive"},
@@ -175,7 +176,11 @@ def on_policy(case: str) -> dict[str, Tensor]:
             lead = HORIZON, ENVS
             rollout = make_batch(random, number, 1, lead, shapes, action, agents)
             if name == "ppo_hterm":
-                extra = module.EnergyMemory(rollout, args), args.hterm_coef
+                memory = module.SpinMemory(rollout, args)
+                spins = make_batch(random, 1, 0, (MINIBATCH // 2,), {"returns": ()}, action)
+                # What a learner draws is its own: here it is given.
+                memory.draw = lambda *inputs, spins=spins: itertools.repeat(spins)
+                extra = memory, args.hterm_coef
             if name == "ppo_hterm_variants":
                 extra = module.Windows(rollout, args), 0.125
             module.update(agent, optimizer, rollout, gradients, args, *extra)

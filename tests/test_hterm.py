@@ -76,7 +76,7 @@ def memory_of(returns: torch.Tensor, weight: str = "energy"):
         "terminated": torch.ones(returns.shape, dtype=torch.bool),
         "done": torch.ones(returns.shape, dtype=torch.bool),
     }
-    memory = ppo_hterm.EnergyMemory(rollout, args)
+    memory = ppo_hterm.SpinMemory(rollout, args)
     return agent, memory, rollout, args
 
 
@@ -138,6 +138,7 @@ def test_the_memory_is_seen_by_the_present_critic():
 def test_the_memory_term_against_numpy(form):
     returns = torch.linspace(-1, 9, 20).view(4, 5)
     agent, memory, rollout, args = memory_of(returns, form)
+    agent.log_std.data = torch.tensor([-1.5, 0.3])
     memory.add(rollout)
     spins = next(memory.draw(agent, 64, args))
     x, action = spins["obs"], spins["action"].numpy()
@@ -145,7 +146,9 @@ def test_the_memory_term_against_numpy(form):
     advantage = spins["returns"].numpy() - agent.value(x).detach().numpy()
     density = np.exp(-(((action - mean) / std) ** 2) / 2) / (std * np.sqrt(2 * np.pi))
     entropy = np.log(std * np.sqrt(2 * np.pi * np.e)).sum()
-    log_prob = np.maximum(np.log(density).sum(1) + entropy, -20)
+    log_prob = np.log(density).sum(1) + entropy
+    assert log_prob.min() < -20 < log_prob.max()
+    log_prob = np.maximum(log_prob, -20)
     weight = np.ones(64)
     if form == "boltzmann":
         weight = np.exp((advantage - advantage.mean()) / advantage.std(ddof=1))
@@ -159,6 +162,41 @@ def test_the_memory_term_against_numpy(form):
     np.testing.assert_allclose(term.item(), expected, rtol=1e-5)
     gradient(agent, term)
     assert agent.log_std.grad is None  # the mean only
+    learnt = [p.grad.clone() for p in agent.critic.parameters()]  # by its own part only
+    error = spins["returns"] - agent.value(x)
+    error = error.clamp(min=0) if form == "energy" else error
+    gradient(agent, 0.05 * error.square().mean())
+    torch.testing.assert_close(learnt, [p.grad for p in agent.critic.parameters()])
+
+
+def test_the_memory_term_of_discrete_actions():
+    args = ppo_hterm.Args(num_envs=5, hidden_size=8, hterm_weight="uniform")
+    agent = ppo_hterm.Agent(OBS, gymnasium.spaces.Discrete(3), args)
+    spins = {"obs": torch.randn(64, 3), "action": torch.randint(3, (64,))}
+    spins["returns"] = torch.ones(64)
+    chances = agent.actor(spins["obs"]).softmax(-1).detach().double().numpy()
+    log_prob = np.log(chances[np.arange(64), spins["action"]])
+    entropy = -(chances * np.log(chances)).sum(1)
+    error = 1 - agent.value(spins["obs"]).detach().numpy()
+    expected = -(log_prob + entropy).mean() + 0.05 * (error**2).mean()
+    term = ppo_hterm.hamiltonian_term(agent, spins, args)
+    np.testing.assert_allclose(term.item(), expected, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("weight", ["boltzmann", "energy", "uniform"])
+def test_the_smallest_minibatch_leaves_finite_weights(weight, tmp_path):
+    options = TINY | {"minibatch_size": 2, "total_steps": 128, "run_dir": str(tmp_path)}
+    ppo_hterm.train(ppo_hterm.Args(**options, hterm_weight=weight))
+    agent = torch.load(tmp_path / "last.pt", weights_only=True)["agent"]
+    assert all(x.isfinite().all() for x in agent.values())
+
+
+def test_settings_are_ppos_but_for_the_term():
+    """And on Hopper the learning rate is annealed, where ppo.py adapts it."""
+    for env, expected in ppo.TUNED.items():
+        tuned = ppo_hterm.TUNED.get(env, {})
+        tuned = {name: value for name, value in tuned.items() if not name.startswith("hterm_")}
+        assert tuned == ({} if env == "Hopper" else expected), env
 
 
 def test_the_chain_has_the_gradient_of_the_k_step_return():
