@@ -3,6 +3,7 @@
     pip install -e ".[benchmark]"
     python benchmark/stability.py --env Hopper --arms base memory compute --seeds 20
     python benchmark/stability.py --table          # only analyse what results/hterm/ holds
+    python benchmark/stability.py --beside rate    # the same with another arm than the base, shown
 
 The first trains what is missing, two single-threaded runs at a time, and writes one CSV a run: a
 finished run is never repeated, one that was killed goes on. Then both write results/hterm/seeds.csv
@@ -84,6 +85,8 @@ class Options:
     """where the CSVs and figures are"""
     table: bool = False
     """train nothing"""
+    beside: str = ""
+    """train nothing and print the tables with this arm in the place of the base"""
     power: bool = False
     """train nothing and print, by simulation, what 10 and 20 seeds can show"""
 
@@ -357,8 +360,8 @@ def bounds(name: str, samples: tuple, statistic: Callable) -> dict[str, float]:
     return {f"{name}_low": low, f"{name}_high": high}
 
 
-def analyse(runs: list[dict]) -> list[dict]:
-    """A row of the table for every environment and arm."""
+def analyse(runs: list[dict], beside: str = "") -> list[dict]:
+    """A row of the table for every environment and arm; each beside its base or another arm."""
     table = []
     for (env, steps), arms in group(runs).items():
         for arm, members in arms.items():
@@ -370,7 +373,7 @@ def analyse(runs: list[dict]) -> list[dict]:
             for name in ("area", "drawdown", "log_std", "seconds"):
                 values = column(members, name)
                 row[name] = values.mean() if len(values) else math.nan
-            base = BASE.get(arm, "base")
+            base = beside or BASE.get(arm, "base")
             others = column(arms.get(base, []), "final")
             same = arm == base or min(len(x), len(others)) < 2
             row |= dict.fromkeys(COMPARED, math.nan) if same else compare(x, others)
@@ -535,7 +538,7 @@ def main(options: Options) -> None:
         power()
         return
     version = commit()  # before any file of results/ changes
-    if not options.table:
+    if not (options.table or options.beside):
         for arm in options.arms:
             script_of(arm)
         for last in (False, True):  # logstd needs the noise of finished runs
@@ -548,6 +551,12 @@ def main(options: Options) -> None:
     runs = [summary(path) | {"file": path.name} for path in paths]
     if not runs:
         print(f"No run is finished in {options.results}.")
+        return
+    if options.beside:
+        arms = list(dict.fromkeys(run["arm"] for run in runs))
+        if options.beside not in arms:
+            raise SystemExit(f"--beside is {options.beside}; allowed is {', '.join(arms)}")
+        show(analyse(runs, options.beside), [])
         return
     table, overall = analyse(runs), across(runs)
     write(options.results / "seeds.csv", [{k: run[k] for k in run if k != "file"} for run in runs])

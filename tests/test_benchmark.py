@@ -89,6 +89,11 @@ def test_statistics_with_a_known_answer(stability):
     assert row["variance_ratio_low"] < 0.5 < row["variance_ratio_high"]
     longer = [run | {"steps": "20"} for run in runs]  # of each environment the longest runs count
     assert stability.across(runs + longer) == [row]
+    zeros = dict.fromkeys(("area", "drawdown", "log_std", "seconds"), "0")
+    table = stability.analyse([run | zeros for run in runs], beside="memory")
+    ratios = {row["arm"]: row["variance_ratio"] for row in table if row["env"] == "Ant"}
+    assert ratios["base"] == pytest.approx(np.var(base) / np.var(steadier))
+    assert np.isnan(ratios["memory"])
 
 
 def test_identical_runs_have_no_interval(stability):
