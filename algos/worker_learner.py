@@ -146,7 +146,7 @@ class Run:
     Raises UserError, before anything is written, for arguments that cannot be.
     """
 
-    def __init__(self, args: RunArgs, script: str, limits: dict[str, tuple] | None = None):
+    def __init__(self, args: RunArgs, script: str, limits: dict[str, tuple]):
         self.script, self._script_path = Path(script).stem, Path(script)
         if _join_learners():
             args = _restarted_args(args, self.script)
@@ -155,7 +155,7 @@ class Run:
         self.resumed = bool(args.resume)
         if self.resumed:
             args = _saved_args(args, self.script)
-        check_args(args, {**RUN_LIMITS, **(limits or {})})
+        check_args(args, {**RUN_LIMITS, **limits})
         if args.env_device == "cuda" and args.num_workers:
             raise UserError("--env-device is cuda, but --num-workers simulate on the CPU; drop one")
         for flag, device in (("--device", args.device), ("--env-device", args.env_device)):
@@ -188,7 +188,7 @@ class Run:
         if not args.run_dir:
             args = _with_run_dir(args, self.script, time.strftime(STAMP))
         self._whole_args = args
-        self.args = args = _learners_share(args, self.rank, self.learners, limits or {})
+        self.args = args = _learners_share(args, self.rank, self.learners, limits)
         self.dir = Path(args.run_dir)
         self.device = torch.device(args.device)
         torch.set_num_threads(1)  # the networks are small: two threads wait more than they work
@@ -198,7 +198,7 @@ class Run:
 
         self.seconds = 0.0  # of training, over all resumes
         self.step = 0  # after the last iteration
-        self.next_evaluation = args.eval_every or args.total_steps
+        self.next_evaluation = args.eval_every
         self.next_checkpoint = args.checkpoint_every
         self.best_return, self.last_return = -math.inf, math.nan
         self.training_return = math.nan
@@ -216,19 +216,17 @@ class Run:
         `agent` and every object in `state` have `state_dict` and `load_state_dict`, and together
         they are all that the future of the run depends on, besides torch's random generators.
         """
-        state = {"agent": agent, **state}
+        self._state = state = {"agent": agent, **state}
         saved = self._load_checkpoint() if self.resumed and self.rank == 0 else None
         pending = (saved or {}).get("pending_evaluations", [])
         step = self._load_state(state, saved)
-        if step and not getattr(state.get("workers"), "go_on", True):
+        if step and not state["workers"].go_on:
             self._say(
                 "Not exact: the environments start new episodes, since they run or ran\n"
                 "in workers, on a GPU or by Gymnasium. All the rest goes on as saved."
             )
             state["workers"].start_anew(step)
-            for thing in state.values():
-                if hasattr(thing, "end_episodes"):
-                    thing.end_episodes()
+            self.end_episodes()
         self.step = step
         try:
             self.dir.mkdir(parents=True, exist_ok=True)
@@ -237,16 +235,13 @@ class Run:
         except OSError as error:
             raise UserError(f"--run-dir {self.dir}: {error.strerror}") from None
         self._describe(agent, step)
-        for number in (signal.SIGINT, signal.SIGTERM):
-            try:
+        with contextlib.suppress(ValueError):  # not the main thread
+            for number in (signal.SIGINT, signal.SIGTERM):
                 self._handlers[number] = signal.signal(number, self._on_signal)
-            except ValueError:  # not the main thread
-                break
         if self.rank == 0:
             self._evaluator = Evaluator(self.args, agent)
         for number, snapshot in pending:
             self._evaluator.submit(number, _what_fits(agent, snapshot))
-        self._state = state
         self._bar = tqdm(
             total=self.args.total_steps,
             initial=min(step, self.args.total_steps),
@@ -266,22 +261,27 @@ class Run:
         `charts/SPS` is added: environment steps per second without the first iteration.
         """
         self.seconds = time.perf_counter() - self._began
-        tags, values = list(metrics), list(metrics.values())
-        tensors = [
-            torch.as_tensor(value, device=self.device, dtype=torch.float64) for value in values
-        ]
-        values = mean_over_learners(torch.stack(tensors)).tolist()  # one transfer for all
-        for tag, value in zip(tags, values, strict=True):
+        kind = {"device": self.device, "dtype": torch.float64}
+        values = torch.stack([torch.as_tensor(value, **kind) for value in metrics.values()])
+        values = mean_over_learners(values).tolist()  # one transfer for all
+        metrics = dict(zip(metrics, values, strict=True))
+        for tag, value in metrics.items():
             if not math.isfinite(value):
                 self._fail(f"{tag} is {value} at step {step}: training stopped")
         if self._warm is None:
             self._warm = (step, self.seconds)
         elif self.seconds > self._warm[1]:
-            speed = (step - self._warm[0]) / (self.seconds - self._warm[1])
-            tags, values = [*tags, "charts/SPS"], [*values, speed]
-        self._write(step, dict(zip(tags, values, strict=True)))
-        self._bar.set_postfix_str(f"return {self._shown_return():.0f}", refresh=False)
+            metrics["charts/SPS"] = (step - self._warm[0]) / (self.seconds - self._warm[1])
+        self._write(step, metrics)
+        shown = self.training_return if math.isnan(self.last_return) else self.last_return
+        self._bar.set_postfix_str(f"return {shown:.0f}", refresh=False)
         _to_terminal(self._bar.update, min(step, self.args.total_steps) - self._bar.n)
+
+    def end_episodes(self) -> None:
+        """What is collected from now on is of other episodes than what a replay buffer has last."""
+        for thing in self._state.values():
+            if hasattr(thing, "end_episodes"):
+                thing.end_episodes()
 
     def log_episodes(self, step: int, batch: dict[str, Tensor]) -> None:
         """Log mean return and length of the training episodes that ended in a batch.
@@ -295,13 +295,8 @@ class Run:
         count, *sums = mean_over_learners(torch.stack([done.sum(), *sums]))
         if count.item():
             self.training_return, mean_length = [(total / count).item() for total in sums]
-            self._write(
-                step,
-                {
-                    "charts/episodic_return": self.training_return,
-                    "charts/episodic_length": mean_length,
-                },
-            )
+            found = {"return": self.training_return, "length": mean_length}
+            self._write(step, {f"charts/episodic_{name}": value for name, value in found.items()})
 
     def evaluate(self, step: int) -> None:
         """Hand the present policy to the evaluator if one is due; log what it has found by now."""
@@ -310,7 +305,7 @@ class Run:
         every = self.args.eval_every
         if every and self.next_evaluation <= step < self.args.total_steps:
             self.next_evaluation = step - step % every + every
-            self._evaluator.submit(step, self._snapshot())
+            self._evaluator.submit(step, _snapshot(self._state["agent"]))
         self._collect_evaluations()
 
     def checkpoint(self, step: int) -> None:
@@ -336,9 +331,9 @@ class Run:
             self.close()
             return Result(self.dir, step, self.seconds, self.last_return, self.best_return)
         if step not in (number for number, _ in self._evaluator.pending):
-            self._evaluator.submit(step, self._snapshot())
+            self._evaluator.submit(step, _snapshot(self._state["agent"]))
         seconds = self.seconds
-        while self._evaluator.busy:
+        while self._evaluator.pending:
             self._collect_evaluations(wait=0.2)
             if self._stop_signal:
                 self.checkpoint(step)
@@ -360,9 +355,8 @@ class Run:
         """End the child processes and close the files; safe to call twice."""
         if self._evaluator is not None:
             self._evaluator.close()
-        workers = (self._state or {}).get("workers")
-        if workers is not None:
-            workers.close()
+        if self._state is not None:
+            self._state["workers"].close()
         if getattr(self, "_bar", None) is not None and self.rank == 0:
             _to_terminal(self._bar.close)
             self._quietly("metrics.csv", self._metrics_file.close)
@@ -452,17 +446,15 @@ class Run:
         self._tensorboard.write(Event(wall_time=time.time(), **event).SerializeToString())
         self._tensorboard.flush()
 
-    def _quietly(self, what: str, function: Callable, *arguments: Any, **options: Any) -> bool:
+    def _quietly(self, what: str, function: Callable, *arguments: Any, **options: Any) -> None:
         """Call a function that writes; a full disk is a warning, once, and training goes on."""
         try:
             function(*arguments, **options)
             self._warned.discard(what)
-            return True
         except (OSError, RuntimeError, ValueError) as error:
             if what not in self._warned:
                 self._warned.add(what)
                 _tell(f"Warning: {what} could not be written ({error}); training goes on.")
-            return False
 
     def _metrics_rows(self) -> list[list[str]]:
         """The complete rows of metrics.csv: step, seconds, tag, value."""
@@ -485,18 +477,13 @@ class Run:
     def _save_checkpoint(self, step: int) -> None:
         """Write checkpoint.pt so that at every moment a good one exists, and last.pt beside it."""
         self.seconds = time.perf_counter() - self._began
-        own = {
-            name: getattr(self, name)
-            for name in (
-                *("seconds", "next_evaluation", "next_checkpoint"),
-                *("best_return", "last_return", "training_return"),
-            )
-        }
+        names = ("seconds", "next_evaluation", "next_checkpoint")
+        names += ("best_return", "last_return", "training_return")
         content = {name: thing.state_dict() for name, thing in self._state.items()}
-        content["run"] = {**own, "step": step, "random": torch.get_rng_state()}
+        content["run"] = run = {name: getattr(self, name) for name in names}
+        run |= {"step": step, "learners": self.learners, "random": torch.get_rng_state()}
         if self.device.type == "cuda":
-            content["run"]["cuda_random"] = torch.cuda.get_rng_state()
-        content["run"]["learners"] = self.learners
+            run["cuda_random"] = torch.cuda.get_rng_state()
         if self.rank > 0:  # the others first: where there is a checkpoint.pt, there are theirs
             name = f"checkpoint.rank{self.rank}.pt"
             self._quietly(name, _save_atomically, content, self.dir / name, True)
@@ -505,7 +492,7 @@ class Run:
             return
         content["pending_evaluations"] = list(self._evaluator.pending)
         self._quietly("checkpoint.pt", _save_atomically, content, self.dir / "checkpoint.pt", True)
-        self._save_policy("last.pt", step, self.last_return, self._snapshot())
+        self._save_policy("last.pt", step, self.last_return, _snapshot(self._state["agent"]))
 
     def _set_own_state(self, own: dict[str, Any]) -> None:
         torch.set_rng_state(own["random"])
@@ -522,10 +509,10 @@ class Run:
         own, now = saved, {"learners": 1, **saved["run"]} if saved else None
         if self.learners > 1 or (now and now["learners"] > 1):
             kinds = nn.Module if saved is None else nn.Module | torch.optim.Optimizer
-            source = saved or {k: x.state_dict() for k, x in state.items() if isinstance(x, kinds)}
-            common = {k: source[k] for k, x in state.items() if isinstance(x, kinds)}
-            common, now = _from_learner_0((_on_cpu(common), now))
-            if self.rank > 0:
+            things = {k: x for k, x in state.items() if isinstance(x, kinds)}
+            common = {k: saved[k] if saved else _snapshot(x) for k, x in things.items()}
+            common, now = _from_learner_0((common, now))
+            if self.rank > 0 and now is not None:
                 own = self._load_own(now)
             complete = own is not None and now["learners"] == self.learners
             if _largest_over_learners(int(not complete)):  # one that lacks its own is enough
@@ -535,8 +522,7 @@ class Run:
                     return 0
                 self._set_own_state(now)
                 torch.manual_seed(self.args.seed + now["step"])
-                if "workers" in state:
-                    state["workers"].start_anew(now["step"])
+                state["workers"].start_anew(now["step"])
                 self._say(
                     f"Not exact: {now['learners']} learner(s) saved, now there are "
                     f"{self.learners}, or a file is missing.\nThe environments start new episodes, "
@@ -550,10 +536,8 @@ class Run:
         self._set_own_state(own["run"])
         return own["run"]["step"]
 
-    def _load_own(self, now: dict[str, Any] | None) -> dict[str, Any] | None:
+    def _load_own(self, now: dict[str, Any]) -> dict[str, Any] | None:
         """This learner's checkpoint of the same step and number of learners as learner 0's."""
-        if now is None:
-            return None
         for name in (f"checkpoint.rank{self.rank}.pt", f"checkpoint.rank{self.rank}.prev.pt"):
             content, _ = load_checked(self.dir / name)
             if content and all(content["run"][k] == now[k] for k in ("step", "learners")):
@@ -579,24 +563,17 @@ class Run:
         return None  # killed before the first checkpoint: from the start, with the same seed
 
     def _save_policy(self, name: str, step: int, mean_return: float, weights: dict) -> None:
-        content = {
-            "script": self.script,
-            "args": dataclasses.asdict(self.args),
-            "step": step,
-            "return": mean_return,
-            "agent": weights,
-        }
+        content = {"script": self.script, "args": dataclasses.asdict(self.args), "step": step}
+        content |= {"return": mean_return, "agent": weights}
         self._quietly(name, _save_atomically, content, self.dir / name, False)
 
     def _plot(self) -> None:
         try:
-            import matplotlib
-
-            matplotlib.use("Agg")
-            from matplotlib import pyplot
+            from matplotlib.figure import Figure
         except ImportError:
             return
-        figure, axes = pyplot.subplots(figsize=(7, 4))
+        figure = Figure(figsize=(7, 4))
+        axes = figure.subplots()
         rows = self._metrics_rows()
         for tag, label in (
             ("charts/episodic_return", "training, with exploration"),
@@ -607,12 +584,8 @@ class Run:
         axes.set(title=f"{self.script} on {self.args.env}", xlabel="steps", ylabel="return")
         axes.legend()
         figure.savefig(self.dir / "learning_curve.png")
-        pyplot.close(figure)
 
     # Evaluation, signals, failure.
-
-    def _snapshot(self) -> dict[str, Tensor]:
-        return {k: v.detach().cpu().clone() for k, v in self._state["agent"].state_dict().items()}
 
     def _collect_evaluations(self, wait: float = 0.0) -> None:
         try:
@@ -621,22 +594,13 @@ class Run:
             self._fail(f"the evaluator {failure}")
         for step, weights, (mean, std, length) in results:
             self.last_return = mean
-            self._write(
-                step,
-                {
-                    "eval/episodic_return": mean,
-                    "eval/episodic_return_std": std,
-                    "eval/episodic_length": length,
-                },
-            )
+            found = {"return": mean, "return_std": std, "length": length}
+            self._write(step, {f"eval/episodic_{name}": value for name, value in found.items()})
             if mean > self.best_return:
                 self.best_return = mean
                 self._save_policy("best.pt", step, mean, weights)
             if step >= self.args.total_steps:
                 self._save_policy("last.pt", step, mean, weights)
-
-    def _shown_return(self) -> float:
-        return self.training_return if math.isnan(self.last_return) else self.last_return
 
     def _on_signal(self, number: int, frame: Any) -> None:
         if self.learners > 1:  # torchrun passes signals on, and kills who does not stop
@@ -685,7 +649,7 @@ class Child:
 
     def __init__(self, function: Callable, *arguments: Any):
         self._function, self._arguments = function, arguments
-        self._restarts = 0
+        self.restarts = 0
         self._question: Any = None
         self._start()
 
@@ -694,7 +658,7 @@ class Child:
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(
             target=_child_main,
-            args=(self._function, theirs, os.getpid(), self._restarts, *self._arguments),
+            args=(self._function, theirs, os.getpid(), self.restarts, *self._arguments),
             daemon=True,
         )
         with _no_ctrl_c():
@@ -703,10 +667,8 @@ class Child:
 
     def ask(self, question: Any) -> None:
         self._question = question
-        try:
+        with contextlib.suppress(OSError):  # it is dead: answer() sees the same and starts another
             self.pipe.send(question)
-        except OSError:  # it is dead: answer() sees the same and starts another
-            pass
 
     def answer(self, wait: float | None = None) -> Any:
         """Its answer, or None after `wait` seconds without one (default: as long as it lives)."""
@@ -717,11 +679,11 @@ class Child:
                 answer = self.pipe.recv()
             except (EOFError, OSError):
                 self.process.join(5)
-                if self._restarts == MAX_RESTARTS:
+                if self.restarts == MAX_RESTARTS:
                     raise ChildFailed(
                         f"process died {MAX_RESTARTS + 1} times (exit code {self.process.exitcode})"
                     ) from None
-                self._restarts += 1
+                self.restarts += 1
                 _tell(f"Warning: a child process died ({self.process.exitcode}); restarting it.")
                 self._start()
                 self.ask(self._question)
@@ -815,24 +777,25 @@ class Workers:
         one, at an episode's end not the reset's), terminated, done (terminated or truncated),
         episode_return, episode_length, and those in `extra`, by the shape of one entry.
         """
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            lead = horizon, self.args.num_envs
+            return torch.zeros(*lead, *shape, dtype=dtype, device=self.device)
+
         agents = () if self.envs.num_agents is None else (self.envs.num_agents,)
         obs_shape = (*agents, *self.observation_space.shape)
-        numbers = {"obs": obs_shape, "next_obs": obs_shape}
-        numbers |= {"reward": agents, "episode_return": (), **extra}
         discrete = isinstance(self.action_space, gymnasium.spaces.Discrete)
-        types = {
-            **dict.fromkeys(numbers, torch.float32),
-            "action": torch.int64 if discrete else torch.float32,
-            **dict.fromkeys(("terminated", "done"), torch.bool),
-            "episode_length": torch.int64,
-        }
-        action_shape = (*agents, *self.action_space.shape)
-        shapes = {**dict.fromkeys(types, ()), **numbers, "action": action_shape}
+        action_type = torch.int64 if discrete else torch.float32
         self._rollout = {
-            name: torch.zeros(
-                horizon, self.args.num_envs, *shapes[name], dtype=dtype, device=self.device
-            )
-            for name, dtype in types.items()
+            "obs": zeros(*obs_shape),
+            "next_obs": zeros(*obs_shape),
+            "reward": zeros(*agents),
+            "episode_return": zeros(),
+            **{name: zeros(*shape) for name, shape in extra.items()},
+            "action": zeros(*agents, *self.action_space.shape, dtype=action_type),
+            "terminated": zeros(dtype=torch.bool),
+            "done": zeros(dtype=torch.bool),
+            "episode_length": zeros(dtype=torch.int64),
         }
         self._agent = agent
         if not self.args.num_workers:
@@ -874,11 +837,14 @@ class Workers:
             self.policy_lag = self._rollout["done"].numel() if self._asked else 0
             if not self._asked:
                 self._ask_children()
+            restarts = [child.restarts for child in self._children]
             for index, child in enumerate(self._children):
                 try:
                     child.answer()
                 except ChildFailed as error:
                     failure = UserError(f"worker {index} {error}")
+            if restarts != [child.restarts for child in self._children]:
+                self._run.end_episodes()  # the successors began new ones
             for name, tensor in self._rollout.items():
                 tensor.copy_(self._shared[name])
             self._asked = False
@@ -950,10 +916,6 @@ class Evaluator:
         self._asked = False
         self.pending: list[tuple[int, dict[str, Tensor]]] = []  # (step, weights), oldest first
 
-    @property
-    def busy(self) -> bool:
-        return bool(self.pending)
-
     def submit(self, step: int, weights: dict[str, Tensor]) -> None:
         self.pending.append((step, weights))
         self._ask_next()
@@ -981,7 +943,8 @@ class Evaluator:
 def _evaluator_main(pipe, restart, agent, args) -> None:
     if hasattr(os, "nice"):
         os.nice(10)
-    envs = _make_envs(dataclasses.replace(args, num_envs=args.eval_episodes), args.seed, "cpu", 1)
+    args = dataclasses.replace(args, num_envs=args.eval_episodes, env_threads=1)
+    envs = _make_envs(args, args.seed, "cpu")
     while True:
         step = pipe.recv()
         # the seed follows from the step: evaluating one snapshot twice gives one result
@@ -1037,7 +1000,6 @@ class ReplayBuffer:
     def __init__(
         self, run: Run, rollout: dict[str, Tensor], capacity: int, *, n_step: int = 1,
         discount: float = 0.99, prioritized: bool = False, priority_exponent: float = 0.6,
-        importance_exponent: float = 0.4,
     ):  # fmt: skip
         horizon, self.num_envs = rollout["done"].shape
         self._learners = count_learners()
@@ -1058,8 +1020,7 @@ class ReplayBuffer:
         self._flat = {name: tensor.flatten(0, 1) for name, tensor in self.data.items()}
         self.position, self.rows, self._saved = 0, 0, run.args.save_replay
         self.n_step, self.prioritized, self.device = n_step, prioritized, run.device
-        self.priority_exponent = priority_exponent
-        self.importance_exponent = importance_exponent
+        self.priority_exponent, self.importance_exponent = priority_exponent, 0.4
         blocks, device = -(-size // PRIORITY_BLOCK) if prioritized else 0, run.device
         self.priority = torch.zeros(blocks, PRIORITY_BLOCK, device=device)
         self.block_sum = torch.zeros(blocks, dtype=torch.float64, device=device)
@@ -1193,10 +1154,12 @@ def _free_memory(device: torch.device) -> int:
         free = next(int(x.split()[1]) for x in lines if x.startswith("MemAvailable")) * 1024
     except (OSError, StopIteration):  # not Linux
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    with contextlib.suppress(OSError, ValueError):  # in a container with a limit
+    with contextlib.suppress(OSError, ValueError, KeyError):  # in a container with a limit
         group = Path("/sys/fs/cgroup")
         limit, used = (int((group / f"memory.{x}").read_text()) for x in ("max", "current"))
-        free = min(free, limit - used)
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        cached = int(stat["inactive_file"]) + int(stat["active_file"])  # given back when needed
+        free = min(free, limit - used + cached)
     return free
 
 
@@ -1204,6 +1167,7 @@ def _free_memory(device: torch.device) -> int:
 
 STAMP = "%Y%m%d-%H%M%S"
 _RUNS = itertools.count()  # of this process: torchrun starts it again with the same numbers
+_JOINS = itertools.count()  # the process groups that it has had
 
 
 def count_learners() -> int:
@@ -1280,7 +1244,7 @@ def _join_learners() -> bool:
                 "--max-restarts is set, on several nodes; torchrun then needs the environment "
                 "variable TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
             )
-        start = f"start {variables['TORCHELASTIC_RESTART_COUNT']}"
+        start = f"start {variables['TORCHELASTIC_RESTART_COUNT']}.{next(_JOINS)}"
         where = {"store": distributed.PrefixStore(start, store)}
         where |= {"rank": int(variables["RANK"]), "world_size": int(variables["WORLD_SIZE"])}
     # Adam imports this. Imported later it keeps the process group, whose threads, still there when
@@ -1370,13 +1334,9 @@ def _no_ctrl_c() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-def _make_envs(
-    args: RunArgs, seed: int, device: torch.device | str, threads: int | None = None
-) -> vec_envs.VecEnv:
+def _make_envs(args: RunArgs, seed: int, device: torch.device | str) -> vec_envs.VecEnv:
     try:
-        return vec_envs.make(
-            args.env, args.num_envs, device, seed, args.env_threads if threads is None else threads
-        )
+        return vec_envs.make(args.env, args.num_envs, device, seed, args.env_threads)
     except ValueError as error:
         raise UserError(f"--env {args.env}: {error}") from None
 
@@ -1416,17 +1376,16 @@ def _saved_args(given: RunArgs, script: str) -> RunArgs:
     path = Path(given.resume) / "args.json"
     try:
         content = json.loads(path.read_text())
-        saved = type(given)(**content["args"])
+        saved, made_by = type(given)(**content["args"]), content["script"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"--resume {given.resume}: {path} cannot be read ({error})") from None
-    if content["script"] != script:
-        raise UserError(
-            f"--resume {given.resume}: that run is of {content['script']}, not {script}"
-        )
+    if made_by != script:
+        raise UserError(f"--resume {given.resume}: that run is of {made_by}, not {script}")
     typed = {word.partition("=")[0].replace("_", "-") for word in sys.argv}
     for field in dataclasses.fields(given):
         value, flag = getattr(given, field.name), "--" + field.name.replace("_", "-")
-        untouched = value == field.default and flag not in typed
+        resolved = (field.name, value) in (("device", "auto"), ("num_envs", 0))  # when it began
+        untouched = resolved or (value == field.default and flag not in typed)
         if field.name == "resume" or untouched or value == getattr(saved, field.name):
             continue
         if field.name != "total_steps":
@@ -1543,7 +1502,9 @@ def keep_freed_memory() -> None:
 
 
 def _multiplies_bf16(device: torch.device) -> bool:
-    return device.type != "cpu" or torch.cpu._is_avx512_bf16_supported()
+    if device.type == "cpu":
+        return torch.cpu._is_avx512_bf16_supported()
+    return torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 def _compiled(function: Callable, args: RunArgs) -> Callable:
@@ -1566,10 +1527,8 @@ def _what_fits(thing: Any, saved: dict[str, Any]) -> dict[str, Any]:
     return {k: x if x.shape == now[k].shape else now[k] for k, x in saved.items()}
 
 
-def _on_cpu(state: Any) -> Any:
-    if isinstance(state, dict):
-        return {name: _on_cpu(value) for name, value in state.items()}
-    return state.cpu() if isinstance(state, Tensor) else state
+def _snapshot(network: nn.Module) -> dict[str, Tensor]:
+    return {name: x.cpu().clone() for name, x in network.state_dict().items()}
 
 
 def _write_atomically(text: str, path: Path) -> None:

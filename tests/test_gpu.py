@@ -24,7 +24,7 @@ SMALL |= {"log_every": 64, "prioritized": True, "n_step": 2}
 class NoEvaluator:
     """In place of a process, of which this test has no need."""
 
-    pending, busy = (), False
+    pending = ()
 
     def __init__(self, *arguments):
         pass

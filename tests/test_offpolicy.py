@@ -478,7 +478,7 @@ class NoEvaluator:
     """In place of the evaluator's process."""
 
     def __init__(self, *_):
-        self.pending, self.busy = [], False
+        self.pending = []
 
     def submit(self, *_):
         pass

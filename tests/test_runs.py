@@ -620,6 +620,15 @@ def test_a_flag_counts_on_resume_even_if_it_is_the_default(tmp_path, monkeypatch
         assert _saved_args(given, "ppo").total_steps == steps
 
 
+def test_what_the_run_has_replaced_may_be_said_again(tmp_path, monkeypatch):
+    """As torchrun does when it starts learners again: `--device auto` is cpu in what was saved."""
+    saved = {"script": "ppo", "args": dataclasses.asdict(ppo.Args(device="cpu", num_envs=64))}
+    (tmp_path / "args.json").write_text(json.dumps(saved))
+    given = ppo.Args(resume=str(tmp_path), device="auto", num_envs=0)
+    monkeypatch.setattr(sys, "argv", ["ppo.py", "--device", "auto", "--num-envs=0"])
+    assert _saved_args(given, "ppo") == ppo.Args(device="cpu", num_envs=64, run_dir=str(tmp_path))
+
+
 def test_damaged_checkpoints(stopped, references, tmp_path):
     truncated = copy_of(stopped, tmp_path / "truncated")
     flipped = copy_of(stopped, tmp_path / "flipped")
@@ -854,6 +863,7 @@ def test_bad_input_is_one_sentence(stopped, tmp_path):
         "text": saved.replace('"epochs": 1', '"epochs": "once"'),
         "key": saved.replace("epochs", "epocks"),
         "other": saved.replace('"script": "ppo"', '"script": "sac"'),
+        "nameless": saved.replace('"script"', '"scripts"'),
         "without": None,
     }.items():
         run_dir = copy_of(stopped, tmp_path / name)
@@ -889,6 +899,7 @@ def test_bad_input_is_one_sentence(stopped, tmp_path):
         (f"--resume {tmp_path}/file", "--resume", "file"),
         (f"--resume {tmp_path}/without", "--resume", "without"),
         (f"--resume {tmp_path}/torn", "--resume", "torn"),
+        (f"--resume {tmp_path}/nameless", "--resume", "nameless", "cannot be read"),
         (f"--resume {tmp_path}/list", "--resume", "list"),
         (f"--resume {tmp_path}/text", "--epochs", "once", "int"),
         (f"--resume {tmp_path}/key", "--resume", "epocks"),

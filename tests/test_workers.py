@@ -57,6 +57,27 @@ def test_workers_collect_what_the_same_envs_would_here(module):
                 assert torch.equal(tensor, theirs[name][:, columns]), (index, number, name)
 
 
+def test_a_replaced_worker_begins_new_episodes_and_the_replay_buffer_knows():
+    args = sac.Args(env="Pendulum", num_envs=2, num_workers=1, device="cpu")
+    ended = []
+    run = SimpleNamespace(args=args, device=torch.device("cpu"), check_rollout=lambda rollout: None)
+    run.end_episodes = lambda: ended.append(len(ended))
+    workers = Workers(run, sac.collect, ahead=True)
+    agent = sac.Agent(workers.observation_space, workers.action_space, args)
+    workers.start(agent, 4)
+    try:
+        workers.collect()
+        workers.collect()
+        assert not ended
+        workers._children[0].process.kill()
+        workers._children[0].process.join()
+        workers.collect()  # perhaps it had sent this before it was killed
+        workers.collect()
+        assert ended == [0]
+    finally:
+        workers.close()
+
+
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_environments_that_start_anew_do_not_repeat_the_runs_beginning(num_workers):
     args = ppo.Args(env="Pendulum", num_envs=4, num_workers=num_workers, seed=3, device="cpu")
