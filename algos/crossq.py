@@ -14,7 +14,7 @@ one batch, both are normalised by the statistics of their mixture, and nothing n
 By the paper it learns from as few transitions as REDQ, with a twentieth of the updates; that is not
 measured here. What differs from sac.py:
 - `BatchRenorm` before each layer of actor and critics (Ioffe 2017, arXiv:1702.03275). Statistics of
-  the batch only while its network learns (`train`), running ones elsewhere: a' and the policy's Q.
+  the batch only while it learns (`critics.train()`), running ones elsewhere: a' and the policy's Q.
 - `critic_loss`: the one pass. No target network, no `polyak`.
 - `update`: the actor moves once for `policy_delay` updates of the critics.
 - Wide critics, and Adam's β₁ = 0.5. The paper's width is 2048, for a GPU;

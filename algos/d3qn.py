@@ -266,6 +266,7 @@ def train(args: Args) -> Result:
     step = run.start(agent=agent, workers=workers, **state)
     rollout["kept"][-1] = agent.kept  # of a resumed run
 
+    losses: dict[str, Tensor] = {}  # of the last update
     while step < args.total_steps:
         agent.epsilon.fill_(epsilon_at(step, args))
         left = 1 - step / args.total_steps
@@ -277,7 +278,6 @@ def train(args: Args) -> Result:
         agent.normalizer.update(rollout["obs"])
         before, step = step, step + args.horizon * args.num_envs * run.learners
 
-        losses: dict[str, Tensor] = {}
         if len(replay) >= min(args.warmup_steps, args.buffer_size):
             for number in range(int(before * args.utd_ratio), int(step * args.utd_ratio)):
                 losses = update(agent, target_network, optimizer, replay, loss_gradient, args)
@@ -286,10 +286,10 @@ def train(args: Args) -> Result:
 
         run.log_episodes(step, rollout)
         if step // args.log_every > before // args.log_every:
-            losses = {f"losses/{name}": value.detach().mean() for name, value in losses.items()}
-            losses["charts/replay_size"] = len(replay)
-            losses["charts/policy_lag"] = workers.policy_lag
-            run.log(step, losses)
+            metrics = {f"losses/{name}": value.detach().mean() for name, value in losses.items()}
+            metrics["charts/replay_size"] = len(replay)
+            metrics["charts/policy_lag"] = workers.policy_lag
+            run.log(step, metrics)
         run.evaluate(step)
         run.checkpoint(step)
     return run.finish(step)

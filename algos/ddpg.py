@@ -15,7 +15,7 @@ What makes it work, each where it stands:
   number of transitions (`utd_ratio`).
 - `critic_loss`: a truncated episode bootstraps from its true last observation, a terminated one
   does not.
-- `gradient_step`: the actor's loss passes through the critic without leaving a gradient there.
+- `train`: the actor's loss passes through the critic, which gets no gradient (`run.gradient`).
 - `explore`: noise on the action, either independent or an Ornstein–Uhlenbeck process of each env;
   uniform actions at first. `move_target`: the target networks follow slowly.
 """

@@ -14,16 +14,16 @@ policy that drew it, m_j is 1 until an episode ends, V̄(s) = Q̄(s, μ̄(s)):
     L_H  = 1/(2Σm) Σ m_i ĝ_i ‖ x_i − μ(s_i) ‖²                      = − Σ m ĝ log π, up to scale
     L    = L(μ) / mean|Q| + λ L_H          λ falls linearly to 0; λ ‖∇L_H‖ at most ¼ of the other
 
-Without the bounds of w and ĝ, ∇L_H is that of −J_K, the expected K-step return that V̄ bootstraps.
-With λ = 0 the run is ddpg.py's, bit for bit. The scale left out is 1/σ²: with σ = 0.1
---hterm-coef 12.5 puts it back. Whether it helps has not been measured yet.
+Without the bounds of w and ĝ, ∇L_H is, up to scale, that of −J_K, the expected K-step return that
+V̄ bootstraps. With λ = 0 the run is ddpg.py's, bit for bit. Of the scale, 1/σ² is left out: with
+σ = 0.1 --hterm-coef 12.5 puts it back, as far as the cap lets it. Whether it helps has not been
+measured yet.
 
     python algos/ddpg_hterm.py --env Hopper     `diff algos/ddpg.py algos/ddpg_hterm.py`: the lesson
 
 With --noise ou, x is without the noise carried over from before: that is the environment's.
 
-There is no second memory here, as in ppo_hterm.py: that brings back what an on-policy learner would
-forget, while a replay buffer forgets little and its critic learns from all of it.
+Unlike ppo_hterm.py it has no second memory: a replay buffer forgets little, and critics use it all.
 """
 
 import copy
@@ -106,8 +106,7 @@ class Args(RunArgs):
 LIMITS = {
     **dict.fromkeys(("horizon", "batch_size", "buffer_size", "n_step", "hidden_size"), (1, None)),
     **dict.fromkeys(("discount", "polyak", "noise_decay"), (0, 1)),
-    "log_every": (1, None),
-    **dict.fromkeys(("hterm_length", "hterm_newest"), (1, None)),
+    **dict.fromkeys(("log_every", "hterm_length", "hterm_newest"), (1, None)),
     "exploration_noise": (1e-3, None),  # the H-term's density needs some
 }
 
@@ -179,13 +178,11 @@ class Agent(nn.Module):
 
 def check_windows(args: Args, learners: int) -> None:
     """UserError unless every learner has windows from the first update on."""
-    least = args.hterm_length * args.num_envs * learners
+    least = args.hterm_length * args.num_envs * learners if args.hterm_coef > 0 else 0
     for name in ("buffer_size", "hterm_newest", "warmup_steps"):
-        value, flag = getattr(args, name), name.replace("_", "-")
-        if args.hterm_coef > 0 and value < least:
-            raise UserError(
-                f"--{flag} is {value}; allowed is at least {least}, --hterm-length times --num-envs"
-            )
+        if getattr(args, name) < least:
+            what = f"--{name.replace('_', '-')} is {getattr(args, name)}; allowed is at least"
+            raise UserError(f"{what} {least}, --hterm-length times --num-envs")
 
 
 @torch.no_grad()
@@ -223,9 +220,7 @@ def actor_loss(agent: Agent, batch: dict, args: Args) -> Tensor:
     return -agent.value(batch["obs"], agent.act(batch["obs"])).mean()
 
 
-def chain_gradient(
-    log_ratio: Tensor, delta: Tensor, mask: Tensor, discount: float, truncation: float = 1.0
-) -> tuple[Tensor, Tensor]:
+def chain_gradient(log_ratio, delta, mask, discount, truncation=1.0) -> tuple[Tensor, Tensor]:
     """g_i = Σ_{j≥i} γ^j m_j w_j δ_j and w_j = min(truncation, exp c_j); all (K, L)."""
     powers = discount ** torch.arange(len(delta), device=delta.device, dtype=delta.dtype)
     w = log_ratio.cumsum(0).exp().clamp(max=truncation)  # c_j = Σ_{i≤j} log π/b
@@ -259,7 +254,7 @@ def hamiltonian_term(agent, target: Agent, windows: dict, args: Args) -> tuple[T
 
 
 def add_capped(base: Tensor, term: Tensor, coef: float) -> Tensor:
-    """g + λ ∇L_H, with λ ‖∇L_H‖ at most ¼ ‖g‖."""
+    """∇L + λ ∇L_H, with λ ‖∇L_H‖ at most ¼ ‖∇L‖."""
     coef = (0.25 * base.norm() / (term.norm() + 1e-12)).clamp(max=coef)
     return base + coef * term
 
@@ -295,9 +290,8 @@ def update(
         with torch.no_grad():
             q = agent.value(batch["obs"], batch["action"])
         gradient = gradient / q.abs().mean().clamp(min=1e-6)
-        term, losses["hamiltonian"], losses["effective_sample_size"] = hamiltonian_gradient(
-            agent, target, windows, args
-        )
+        term, loss, size = hamiltonian_gradient(agent, target, windows, args)
+        losses |= {"hamiltonian": loss, "effective_sample_size": size}
         gradient = add_capped(gradient, term, coef)
     gradient_step(gradient, actor_optimizer, args.max_grad_norm)
     move_target(target, agent, args.polyak)
@@ -322,11 +316,8 @@ def train(args: Args) -> Result:
         run, kept, args.buffer_size, n_step=args.n_step, discount=args.discount,
         prioritized=args.prioritized,
     )  # fmt: skip
-    gradients = (
-        run.gradient(critic_loss, agent.critic),
-        run.gradient(actor_loss, agent.actor),
-        run.gradient(hamiltonian_term, agent.actor),
-    )
+    gradients = run.gradient(critic_loss, agent.critic), run.gradient(actor_loss, agent.actor)
+    gradients += (run.gradient(hamiltonian_term, agent.actor),)
     step = run.start(
         agent=agent, target=target, critic_optimizer=critic_optimizer,
         actor_optimizer=actor_optimizer, workers=workers, replay=replay,
@@ -346,10 +337,8 @@ def train(args: Args) -> Result:
             coef = args.hterm_coef * (1 - before / args.total_steps)
             for _ in range(int(before * args.utd_ratio), int(step * args.utd_ratio)):
                 batch = replay.sample(args.batch_size)
-                windows = replay.windows(*window_shape, args.hterm_newest) if coef > 0 else None
-                losses, td_error = update(
-                    agent, target, optimizers, batch, gradients, args, windows, coef
-                )
+                term = (replay.windows(*window_shape, args.hterm_newest), coef) if coef > 0 else ()
+                losses, td_error = update(agent, target, optimizers, batch, gradients, args, *term)
                 replay.update_priorities(batch["index"], td_error)
 
         run.log_episodes(step, rollout)

@@ -133,11 +133,8 @@ class Critics(nn.Module):
                 values = torch.empty(count, *shape).uniform_(-(rows**-0.5), rows**-0.5)
                 self.register_parameter(f"{name}{layer}", nn.Parameter(values))
 
-    def forward(self, obs: Tensor, action: Tensor, members: slice | Tensor | None = None) -> Tensor:
-        weights = self.parameters()  # weight and bias of each layer in turn
-        if members is not None:
-            weights = (weight[members] for weight in weights)
-        w1, b1, w2, b2, w3, b3 = weights
+    def forward(self, obs: Tensor, action: Tensor, members: slice | Tensor = slice(None)) -> Tensor:
+        w1, b1, w2, b2, w3, b3 = (weight[members] for weight in self.parameters())
         x = torch.cat((obs, action), -1).expand(len(w1), -1, -1)  # (count, B, inputs)
         x = torch.baddbmm(b1, x, w1).relu_()
         x = torch.baddbmm(b2, x, w2).relu_()
@@ -255,9 +252,7 @@ def move_target(target: nn.Module, network: nn.Module, polyak: float) -> None:
         theirs.lerp_(ours, polyak)
 
 
-def update(
-    agent, target, optimizers, batch, gradients, number: int, args: Args
-) -> tuple[dict, Tensor]:
+def update(agent, target, optimizers, batch, gradients, number, args) -> tuple[dict, Tensor]:
     """Update `number` of the critics, perhaps of the actor -> what to log, the TD errors (B,)."""
     critic_optimizer, actor_optimizer = optimizers
     critic_gradient, actor_gradient = gradients
@@ -277,10 +272,8 @@ def train(args: Args) -> Result:
     run = Run(args, __file__, LIMITS)
     args = run.args
     if args.subset_size > args.ensemble_size:
-        raise UserError(
-            f"--subset-size is {args.subset_size}; allowed is from 1 to --ensemble-size, "
-            f"{args.ensemble_size}"
-        )
+        allowed = f"from 1 to --ensemble-size, {args.ensemble_size}"
+        raise UserError(f"--subset-size is {args.subset_size}; allowed is {allowed}")
     workers = Workers(run, collect, "bounded", ahead=True)
     agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
     target = copy.deepcopy(agent.critics).requires_grad_(False)

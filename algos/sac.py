@@ -113,11 +113,8 @@ class Critics(nn.Module):
                 values = torch.empty(count, *shape).uniform_(-(rows**-0.5), rows**-0.5)
                 self.register_parameter(f"{name}{layer}", nn.Parameter(values))
 
-    def forward(self, obs: Tensor, action: Tensor, members: slice | Tensor | None = None) -> Tensor:
-        weights = self.parameters()  # weight and bias of each layer in turn
-        if members is not None:
-            weights = (weight[members] for weight in weights)
-        w1, b1, w2, b2, w3, b3 = weights
+    def forward(self, obs: Tensor, action: Tensor, members: slice | Tensor = slice(None)) -> Tensor:
+        w1, b1, w2, b2, w3, b3 = (weight[members] for weight in self.parameters())
         x = torch.cat((obs, action), -1).expand(len(w1), -1, -1)  # (count, B, inputs)
         x = torch.baddbmm(b1, x, w1).relu_()
         x = torch.baddbmm(b2, x, w2).relu_()

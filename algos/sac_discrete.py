@@ -243,7 +243,7 @@ def actor_loss(log_probs: Tensor, q: Tensor, temperature: Tensor) -> Tensor:
     return (log_probs.exp() * cost).sum(-1).mean()
 
 
-def temperature_loss(log_temperature: Tensor, entropy: Tensor, target: float) -> Tensor:
+def temperature_loss(log_temperature: Tensor, entropy: Tensor, target: Tensor) -> Tensor:
     """log α · ( E[ H(π(·|s)) ] − H̄ ): α falls while the entropy is above its target."""
     return log_temperature * (entropy.detach() - target)
 
@@ -262,13 +262,11 @@ def sac_loss(agent: Agent, target_critics, batch, args: Args) -> tuple[Tensor, d
     temperature = agent.log_temperature.exp()
     entropy = -(log_probs.exp() * log_probs).sum(-1).mean()
     target_entropy = agent.target_entropy * math.log(agent.num_actions)
-    losses = {
-        "critic": critic_loss(q, batch["action"], target),
-        "actor": actor_loss(log_probs, q, temperature),
-        "temperature": temperature_loss(agent.log_temperature, entropy, target_entropy),
-    }
-    total = losses["critic"] + losses["actor"] + losses["temperature"]
-    return total, {**losses, "entropy": entropy, "alpha": temperature, "q_value": q}
+    critic = critic_loss(q, batch["action"], target)
+    actor = actor_loss(log_probs, q, temperature)
+    total = critic + actor + temperature_loss(agent.log_temperature, entropy, target_entropy)
+    logged = {"critic": critic, "actor": actor, "entropy": entropy, "temperature": temperature}
+    return total, {**logged, "q_value": q}
 
 
 def update(agent: Agent, target_critics, optimizer, replay, loss_gradient, args: Args) -> dict:
@@ -299,6 +297,7 @@ def train(args: Args) -> Result:
     step = run.start(agent=agent, workers=workers, **state)
     rollout["noise"][-1] = agent.noise  # of a resumed run
 
+    losses: dict[str, Tensor] = {}  # of the last update
     while step < args.total_steps:
         agent.target_entropy.fill_(target_entropy_at(step, args))
         left = 1 - step / args.total_steps
@@ -309,7 +308,6 @@ def train(args: Args) -> Result:
         agent.normalizer.update(rollout["obs"])
         before, step = step, step + args.horizon * args.num_envs * run.learners
 
-        losses: dict[str, Tensor] = {}
         if len(replay) >= min(args.warmup_steps, args.buffer_size):
             for _ in range(int(before * args.utd_ratio), int(step * args.utd_ratio)):
                 losses = update(agent, target_critics, optimizer, replay, loss_gradient, args)
@@ -317,10 +315,10 @@ def train(args: Args) -> Result:
 
         run.log_episodes(step, rollout)
         if step // args.log_every > before // args.log_every:
-            losses = {f"losses/{name}": value.detach().mean() for name, value in losses.items()}
-            losses["charts/replay_size"] = len(replay)
-            losses["charts/policy_lag"] = workers.policy_lag
-            run.log(step, losses)
+            metrics = {f"losses/{name}": value.detach().mean() for name, value in losses.items()}
+            metrics["charts/replay_size"] = len(replay)
+            metrics["charts/policy_lag"] = workers.policy_lag
+            run.log(step, metrics)
         run.evaluate(step)
         run.checkpoint(step)
     return run.finish(step)

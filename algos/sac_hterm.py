@@ -10,18 +10,17 @@ the newest part of the replay buffer; x is an action before tanh, b the policy t
     δ_j  = r_j − α log π(a_j|s_j) + γ (1 − terminated_j) V̄(s_{j+1}) − V̄(s_j)
     w_j  = min(1, exp Σ_{i≤j} log π(x_i|s_i)/b(x_i|s_i))         tanh's slope cancels in the ratio
     g_i  = Σ_{j≥i} γ^j m_j w_j δ_j                    w, δ, g without gradient
-    ĝ    = ( g − w Σmg / Σmw ) / its scale            a baseline, unbiased as w is that of b
+    ĝ    = ( g − w Σmg / Σmw ) / its scale            w times a baseline: w is a ratio
     L_H  = − (1/Σm) Σ m_i ĝ_i log π(x_i|s_i)
     L    = L(π) + λ L_H                    λ falls linearly to 0; λ ‖∇L_H‖ at most ¼ ‖∇L(π)‖
 
-Without the truncation of w, ∇L_H is that of −J_K, the expected K-step return that V̄ bootstraps.
-The temperature's loss does not see it, and with λ = 0 the run is sac.py's, bit for bit. Whether it
-helps has not been measured yet.
+Without the truncation of w, and but for a window's own part in the baseline, ∇L_H is, up to scale,
+that of −J_K, the expected K-step return that V̄ bootstraps. The temperature's loss does not see it,
+and with λ = 0 the run is sac.py's, bit for bit. Whether it helps has not been measured yet.
 
     python algos/sac_hterm.py --env Hopper      `diff algos/sac.py algos/sac_hterm.py`: the lesson
 
-There is no second memory here, as in ppo_hterm.py: that brings back what an on-policy learner would
-forget, while a replay buffer forgets little and its critics learn from all of it.
+Unlike ppo_hterm.py it has no second memory: a replay buffer forgets little, and critics use it all.
 """
 
 import copy
@@ -127,11 +126,8 @@ class Critics(nn.Module):
                 values = torch.empty(count, *shape).uniform_(-(rows**-0.5), rows**-0.5)
                 self.register_parameter(f"{name}{layer}", nn.Parameter(values))
 
-    def forward(self, obs: Tensor, action: Tensor, members: slice | Tensor | None = None) -> Tensor:
-        weights = self.parameters()  # weight and bias of each layer in turn
-        if members is not None:
-            weights = (weight[members] for weight in weights)
-        w1, b1, w2, b2, w3, b3 = weights
+    def forward(self, obs: Tensor, action: Tensor, members: slice | Tensor = slice(None)) -> Tensor:
+        w1, b1, w2, b2, w3, b3 = (weight[members] for weight in self.parameters())
         x = torch.cat((obs, action), -1).expand(len(w1), -1, -1)  # (count, B, inputs)
         x = torch.baddbmm(b1, x, w1).relu_()
         x = torch.baddbmm(b2, x, w2).relu_()
@@ -201,13 +197,11 @@ def log_slope(u: Tensor) -> Tensor:
 
 def check_windows(args: Args, learners: int) -> None:
     """UserError unless every learner has windows from the first update on."""
-    least = args.hterm_length * args.num_envs * learners
+    least = args.hterm_length * args.num_envs * learners if args.hterm_coef > 0 else 0
     for name in ("buffer_size", "hterm_newest", "warmup_steps"):
-        value, flag = getattr(args, name), name.replace("_", "-")
-        if args.hterm_coef > 0 and value < least:
-            raise UserError(
-                f"--{flag} is {value}; allowed is at least {least}, --hterm-length times --num-envs"
-            )
+        if getattr(args, name) < least:
+            what = f"--{name.replace('_', '-')} is {getattr(args, name)}; allowed is at least"
+            raise UserError(f"{what} {least}, --hterm-length times --num-envs")
 
 
 @torch.no_grad()
@@ -259,9 +253,7 @@ def policy_loss(agent: Agent, batch: dict, args: Args) -> tuple[Tensor, Tensor, 
     return loss + temperature_loss(agent, log_prob), loss, log_prob
 
 
-def chain_gradient(
-    log_ratio: Tensor, delta: Tensor, mask: Tensor, discount: float, truncation: float = 1.0
-) -> tuple[Tensor, Tensor]:
+def chain_gradient(log_ratio, delta, mask, discount, truncation=1.0) -> tuple[Tensor, Tensor]:
     """g_i = Σ_{j≥i} γ^j m_j w_j δ_j and w_j = min(truncation, exp c_j); all (K, L)."""
     powers = discount ** torch.arange(len(delta), device=delta.device, dtype=delta.dtype)
     w = log_ratio.cumsum(0).exp().clamp(max=truncation)  # c_j = Σ_{i≤j} log π/b
@@ -297,7 +289,7 @@ def hamiltonian_term(agent, target: Critics, windows: dict, args: Args) -> tuple
 
 
 def add_capped(base: Tensor, term: Tensor, coef: float) -> Tensor:
-    """g + λ ∇L_H, with λ ‖∇L_H‖ at most ¼ ‖g‖ (less the temperature's part)."""
+    """∇L + λ ∇L_H, with λ ‖∇L_H‖ at most ¼ ‖∇L‖ (less the temperature's part)."""
     coef = (0.25 * base[1:].norm() / (term.norm() + 1e-12)).clamp(max=coef)  # 0: temperature
     return base + coef * term
 
@@ -330,9 +322,8 @@ def update(
     gradient_step(gradient, critic_optimizer, args.max_grad_norm)
     gradient, _, losses["actor"], log_prob = actor_gradient(agent, batch, args)
     if windows is not None:
-        term, losses["hamiltonian"], losses["effective_sample_size"] = hamiltonian_gradient(
-            agent, target, windows, args
-        )
+        term, loss, size = hamiltonian_gradient(agent, target, windows, args)
+        losses |= {"hamiltonian": loss, "effective_sample_size": size}
         gradient = add_capped(gradient, term, coef)
     gradient_step(gradient, actor_optimizer, args.max_grad_norm)
     move_target(target, agent.critics, args.polyak)
@@ -357,11 +348,8 @@ def train(args: Args) -> Result:
         run, rollout, args.buffer_size, n_step=args.n_step, discount=args.discount,
         prioritized=args.prioritized,
     )  # fmt: skip
-    gradients = (
-        run.gradient(critic_loss, agent.critics),
-        run.gradient(policy_loss, agent.actor),
-        run.gradient(hamiltonian_term, agent.actor),
-    )
+    gradients = run.gradient(critic_loss, agent.critics), run.gradient(policy_loss, agent.actor)
+    gradients += (run.gradient(hamiltonian_term, agent.actor),)
     step = run.start(
         agent=agent, target=target, critic_optimizer=critic_optimizer,
         actor_optimizer=actor_optimizer, workers=workers, replay=replay,
@@ -379,10 +367,8 @@ def train(args: Args) -> Result:
             coef = args.hterm_coef * (1 - before / args.total_steps)
             for _ in range(int(before * args.utd_ratio), int(step * args.utd_ratio)):
                 batch = replay.sample(args.batch_size)
-                windows = replay.windows(*window_shape, args.hterm_newest) if coef > 0 else None
-                losses, td_error = update(
-                    agent, target, optimizers, batch, gradients, args, windows, coef
-                )
+                term = (replay.windows(*window_shape, args.hterm_newest), coef) if coef > 0 else ()
+                losses, td_error = update(agent, target, optimizers, batch, gradients, args, *term)
                 replay.update_priorities(batch["index"], td_error)
 
         run.log_episodes(step, rollout)

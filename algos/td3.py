@@ -59,7 +59,7 @@ class Args(RunArgs):
     polyak: float = 0.005
     """τ: how far the target networks move at each of the actor's updates"""
     exploration_noise: float = 0.1
-    """standard deviation of the noise on actions, in units of half the action range"""
+    """σ of the noise on actions, in units of half the action range"""
     target_noise: float = 0.2
     """σ̃, that of the noise on the target's actions"""
     target_noise_clip: float = 0.5
@@ -116,11 +116,8 @@ class Critics(nn.Module):
                 values = torch.empty(count, *shape).uniform_(-(rows**-0.5), rows**-0.5)
                 self.register_parameter(f"{name}{layer}", nn.Parameter(values))
 
-    def forward(self, obs: Tensor, action: Tensor, members: slice | Tensor | None = None) -> Tensor:
-        weights = self.parameters()  # weight and bias of each layer in turn
-        if members is not None:
-            weights = (weight[members] for weight in weights)
-        w1, b1, w2, b2, w3, b3 = weights
+    def forward(self, obs: Tensor, action: Tensor, members: slice | Tensor = slice(None)) -> Tensor:
+        w1, b1, w2, b2, w3, b3 = (weight[members] for weight in self.parameters())
         x = torch.cat((obs, action), -1).expand(len(w1), -1, -1)  # (count, B, inputs)
         x = torch.baddbmm(b1, x, w1).relu_()
         x = torch.baddbmm(b2, x, w2).relu_()
@@ -212,9 +209,7 @@ def move_target(target: nn.Module, network: nn.Module, polyak: float) -> None:
         theirs.lerp_(ours, polyak)
 
 
-def update(
-    agent, target, optimizers, batch, gradients, number: int, args: Args
-) -> tuple[dict, Tensor]:
+def update(agent, target, optimizers, batch, gradients, number, args) -> tuple[dict, Tensor]:
     """Update `number` of the critics, perhaps of the actor -> what to log, the TD errors (B,)."""
     critic_optimizer, actor_optimizer = optimizers
     critic_gradient, actor_gradient = gradients

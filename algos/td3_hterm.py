@@ -14,14 +14,14 @@ policy that drew it, m_j is 1 until an episode ends, V̄(s) = min_i Q̄_i(s, μ�
     L_H  = 1/(2Σm) Σ m_i ĝ_i ‖ x_i − μ(s_i) ‖²                      = − Σ m ĝ log π, up to scale
     L    = L(μ) / mean|Q| + λ L_H          λ falls linearly to 0; λ ‖∇L_H‖ at most ¼ of the other
 
-Without the bounds of w and ĝ, ∇L_H is that of −J_K, the expected K-step return that V̄ bootstraps.
-With λ = 0 the run is td3.py's, bit for bit. The scale left out is 1/σ²: with σ = 0.1
---hterm-coef 12.5 puts it back. Whether it helps has not been measured yet.
+Without the bounds of w and ĝ, ∇L_H is, up to scale, that of −J_K, the expected K-step return that
+V̄ bootstraps. With λ = 0 the run is td3.py's, bit for bit. Of the scale, 1/σ² is left out: with
+σ = 0.1 --hterm-coef 12.5 puts it back, as far as the cap lets it. Whether it helps has not been
+measured yet.
 
     python algos/td3_hterm.py --env Hopper     `diff algos/td3.py algos/td3_hterm.py`: the lesson
 
-There is no second memory here, as in ppo_hterm.py: that brings back what an on-policy learner would
-forget, while a replay buffer forgets little and its critics learn from all of it.
+Unlike ppo_hterm.py it has no second memory: a replay buffer forgets little, and critics use it all.
 """
 
 import copy
@@ -71,7 +71,7 @@ class Args(RunArgs):
     polyak: float = 0.005
     """τ: how far the target networks move at each of the actor's updates"""
     exploration_noise: float = 0.1
-    """standard deviation of the noise on actions, in units of half the action range"""
+    """σ of the noise on actions, in units of half the action range"""
     target_noise: float = 0.2
     """σ̃, that of the noise on the target's actions"""
     target_noise_clip: float = 0.5
@@ -105,8 +105,7 @@ class Args(RunArgs):
 LIMITS = {
     **dict.fromkeys(("horizon", "batch_size", "buffer_size", "n_step", "hidden_size"), (1, None)),
     **dict.fromkeys(("discount", "polyak"), (0, 1)),
-    **dict.fromkeys(("log_every", "policy_delay"), (1, None)),
-    **dict.fromkeys(("hterm_length", "hterm_newest"), (1, None)),
+    **dict.fromkeys(("log_every", "policy_delay", "hterm_length", "hterm_newest"), (1, None)),
     "exploration_noise": (1e-3, None),  # the H-term's density needs some
 }
 
@@ -139,11 +138,8 @@ class Critics(nn.Module):
                 values = torch.empty(count, *shape).uniform_(-(rows**-0.5), rows**-0.5)
                 self.register_parameter(f"{name}{layer}", nn.Parameter(values))
 
-    def forward(self, obs: Tensor, action: Tensor, members: slice | Tensor | None = None) -> Tensor:
-        weights = self.parameters()  # weight and bias of each layer in turn
-        if members is not None:
-            weights = (weight[members] for weight in weights)
-        w1, b1, w2, b2, w3, b3 = weights
+    def forward(self, obs: Tensor, action: Tensor, members: slice | Tensor = slice(None)) -> Tensor:
+        w1, b1, w2, b2, w3, b3 = (weight[members] for weight in self.parameters())
         x = torch.cat((obs, action), -1).expand(len(w1), -1, -1)  # (count, B, inputs)
         x = torch.baddbmm(b1, x, w1).relu_()
         x = torch.baddbmm(b2, x, w2).relu_()
@@ -188,21 +184,18 @@ class Agent(nn.Module):
         mean = self.act(obs)
         noise = self.exploration_noise * torch.randn_like(mean)
         uniform = torch.rand_like(mean) * 2 - 1  # of density ½
-        action = torch.where(self.warm_up, uniform, (mean + noise).clamp(-1, 1))
         x = torch.where(self.warm_up, uniform, mean + noise)
         log_uniform = -math.log(2) * mean.shape[-1]
-        return action, x, torch.where(self.warm_up, log_uniform, self.log_prob(noise))
+        return x.clamp(-1, 1), x, torch.where(self.warm_up, log_uniform, self.log_prob(noise))
 
 
 def check_windows(args: Args, learners: int) -> None:
     """UserError unless every learner has windows from the first update on."""
-    least = args.hterm_length * args.num_envs * learners
+    least = args.hterm_length * args.num_envs * learners if args.hterm_coef > 0 else 0
     for name in ("buffer_size", "hterm_newest", "warmup_steps"):
-        value, flag = getattr(args, name), name.replace("_", "-")
-        if args.hterm_coef > 0 and value < least:
-            raise UserError(
-                f"--{flag} is {value}; allowed is at least {least}, --hterm-length times --num-envs"
-            )
+        if getattr(args, name) < least:
+            what = f"--{name.replace('_', '-')} is {getattr(args, name)}; allowed is at least"
+            raise UserError(f"{what} {least}, --hterm-length times --num-envs")
 
 
 @torch.no_grad()
@@ -240,9 +233,7 @@ def actor_loss(agent: Agent, batch: dict, args: Args) -> Tensor:
     return -agent.critics(batch["obs"], agent.act(batch["obs"]), members=slice(1)).mean()
 
 
-def chain_gradient(
-    log_ratio: Tensor, delta: Tensor, mask: Tensor, discount: float, truncation: float = 1.0
-) -> tuple[Tensor, Tensor]:
+def chain_gradient(log_ratio, delta, mask, discount, truncation=1.0) -> tuple[Tensor, Tensor]:
     """g_i = Σ_{j≥i} γ^j m_j w_j δ_j and w_j = min(truncation, exp c_j); all (K, L)."""
     powers = discount ** torch.arange(len(delta), device=delta.device, dtype=delta.dtype)
     w = log_ratio.cumsum(0).exp().clamp(max=truncation)  # c_j = Σ_{i≤j} log π/b
@@ -276,7 +267,7 @@ def hamiltonian_term(agent, target: Agent, windows: dict, args: Args) -> tuple[T
 
 
 def add_capped(base: Tensor, term: Tensor, coef: float) -> Tensor:
-    """g + λ ∇L_H, with λ ‖∇L_H‖ at most ¼ ‖g‖."""
+    """∇L + λ ∇L_H, with λ ‖∇L_H‖ at most ¼ ‖∇L‖."""
     coef = (0.25 * base.norm() / (term.norm() + 1e-12)).clamp(max=coef)
     return base + coef * term
 
@@ -313,9 +304,8 @@ def update(
             with torch.no_grad():
                 q = agent.critics(batch["obs"], batch["action"], members=slice(1))
             gradient = gradient / q.abs().mean().clamp(min=1e-6)
-            term, losses["hamiltonian"], losses["effective_sample_size"] = hamiltonian_gradient(
-                agent, target, windows, args
-            )
+            term, loss, size = hamiltonian_gradient(agent, target, windows, args)
+            losses |= {"hamiltonian": loss, "effective_sample_size": size}
             gradient = add_capped(gradient, term, coef)
         gradient_step(gradient, actor_optimizer, args.max_grad_norm)
         move_target(target, agent, args.polyak)
@@ -338,11 +328,8 @@ def train(args: Args) -> Result:
         run, rollout, args.buffer_size, n_step=args.n_step, discount=args.discount,
         prioritized=args.prioritized,
     )  # fmt: skip
-    gradients = (
-        run.gradient(critic_loss, agent.critics),
-        run.gradient(actor_loss, agent.actor),
-        run.gradient(hamiltonian_term, agent.actor),
-    )
+    gradients = run.gradient(critic_loss, agent.critics), run.gradient(actor_loss, agent.actor)
+    gradients += (run.gradient(hamiltonian_term, agent.actor),)
     step = run.start(
         agent=agent, target=target, critic_optimizer=critic_optimizer,
         actor_optimizer=actor_optimizer, workers=workers, replay=replay,

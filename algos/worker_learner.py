@@ -62,6 +62,7 @@ import torch
 import torch.multiprocessing
 import tyro
 from torch import Tensor, distributed, nn
+from torch.utils import _pytree as pytree
 from tqdm import tqdm
 
 import vec_envs
@@ -1510,8 +1511,9 @@ def _multiplies_bf16(device: torch.device) -> bool:
 def _compiled(function: Callable, args: RunArgs) -> Callable:
     if hasattr(torch._dynamo.config, "trace_autograd_ops"):  # torch 2.11: no break at the gradient
         torch._dynamo.config.trace_autograd_ops = True
-    if args.compile == "graphs":
-        return torch.compile(function, mode="reduce-overhead")
+    if args.compile == "graphs":  # whose next run overwrites what the last one gave
+        graphed = torch.compile(function, mode="reduce-overhead")
+        return lambda *inputs: pytree.tree_map_only(Tensor, torch.clone, graphed(*inputs))
     # On a CPU what calls the kernels is C++ as well, not Python, and random numbers are torch's:
     # the compiler's come one by one, and with them all that they are fused with.
     on_cpu = args.device == "cpu"

@@ -151,3 +151,16 @@ def test_a_question_would_be_seen(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "update", curious)
     seen = train_guarded("ppo", "CartPole", "cpu", tmp_path / "run", monkeypatch)
     assert seen == {"_local_scalar_dense"}
+
+
+def test_what_a_cuda_graph_gave_outlives_its_next_run(monkeypatch):
+    given = torch.zeros(1)
+
+    def graphed(x: torch.Tensor) -> tuple:
+        return given.copy_(x), {"loss": given}, None
+
+    monkeypatch.setattr(torch, "compile", lambda function, mode: function)
+    args = worker_learner.RunArgs(compile="graphs", device="cuda")
+    function = worker_learner._compiled(graphed, args)
+    first, second = function(torch.ones(1)), function(torch.zeros(1))
+    assert first == (1, {"loss": 1}, None) and second == (0, {"loss": 0}, None)
