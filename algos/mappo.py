@@ -137,9 +137,6 @@ class Normalizer(nn.Module):
 class ValueNormalizer(Normalizer):
     """Returns with mean 0 and variance 1, for the critic to learn; `real` is the way back."""
 
-    def __init__(self):
-        super().__init__(1)
-
     def forward(self, returns: Tensor) -> Tensor:  # (...)
         return (returns - self.mean) * torch.rsqrt(self.var + 1e-8)
 
@@ -173,7 +170,7 @@ class Agent(nn.Module):
         self.available_in_obs = envs.available_in_obs
         self.normalizer = Normalizer(agents * obs_dim)  # agents that differ have each their own
         self.state_normalizer = Normalizer(envs.state_dim)
-        self.value_normalizer = ValueNormalizer()
+        self.value_normalizer = ValueNormalizer(1)
         self.actor = mlp(obs_dim + agents, args.hidden_size, outputs, last_gain=0.01)
         seen = envs.state_dim if args.centralized_value else obs_dim
         self.critic = mlp(seen + agents, args.hidden_size, 1, last_gain=1.0)
@@ -278,7 +275,7 @@ def gae(reward, value, next_value, terminated, done, args: Args) -> Tensor:
 
 
 def masked_mean(x: Tensor, alive: Tensor) -> Tensor:
-    """The mean of x over the agents that live, both (B, A), 1 or 0; a learner's part."""
+    """The mean of x over the agents that live (1 or 0), both (B, A); a learner's part."""
     return (x * alive).sum() / mean_over_learners(alive.sum()).clamp(min=1)
 
 
@@ -305,14 +302,12 @@ def prepare(agent: Agent, rollout: dict[str, Tensor], args: Args) -> dict[str, T
     obs, available = agent.normalize(raw), agent.available(raw)
     critic_input = agent.critic_input(raw, rollout["state"])
     next_input = agent.critic_input(rollout["next_obs"], rollout["next_state"])
-    value, next_value = (
-        agent.value_normalizer.real(agent.value(x)) for x in (critic_input, next_input)
-    )
+    real = agent.value_normalizer.real
+    value, next_value = real(agent.value(critic_input)), real(agent.value(next_input))
     if args.team_reward:
-        reward = reward.sum(-1, keepdim=True).expand_as(reward)
-    terminated, done = (  # an episode ends for all its agents
-        rollout[name].unsqueeze(-1).expand_as(reward) for name in ("terminated", "done")
-    )
+        reward = reward.sum(-1, keepdim=True)  # (T, N, 1): every agent's
+    # An episode ends for all its agents.
+    terminated, done = (rollout[name].unsqueeze(-1) for name in ("terminated", "done"))
     advantage = gae(reward, value, next_value, terminated, done, args)
     returns = advantage + value
     agent.value_normalizer.update(returns.unsqueeze(-1))
@@ -345,11 +340,8 @@ def minibatch_loss(agent: Agent, batch: dict[str, Tensor], args: Args) -> tuple[
         "value": value_loss(value, batch["value"], batch["returns"], args),
         "entropy": masked_mean(entropy, alive),
     }
-    total = (
-        losses["policy"]
-        + args.value_coef * losses["value"]
-        - agent.entropy_coef * losses["entropy"]
-    )
+    total = losses["policy"] + args.value_coef * losses["value"]
+    total = total - agent.entropy_coef * losses["entropy"]
     with torch.no_grad():  # Schulman's estimator of the KL divergence, never negative
         losses["kl"] = masked_mean(log_ratio.exp() - 1 - log_ratio, alive)
     return total, losses
@@ -364,7 +356,7 @@ def update(agent: Agent, optimizer, rollout, loss_gradient, args: Args) -> dict[
     steps = 0
     for _ in range(args.epochs):
         for index in torch.randperm(size, device=device).split(args.minibatch_size):
-            if len(index) < 2:  # a single advantage cannot be normalised
+            if len(index) < 2:  # as in ppo.py
                 continue
             minibatch = {name: tensor[index] for name, tensor in batch.items()}
             weights.grad, _, losses = loss_gradient(agent, minibatch, args)

@@ -87,12 +87,10 @@ class Args(RunArgs):
 
 
 LIMITS = {
-    **dict.fromkeys(
-        ("horizon", "batch_size", "buffer_size", "hidden_size", "log_every"), (1, None)
-    ),
+    **dict.fromkeys(("horizon", "batch_size", "buffer_size"), (1, None)),
+    **dict.fromkeys(("hidden_size", "log_every", "policy_delay"), (1, None)),
     **dict.fromkeys(("discount", "polyak"), (0, 1)),
     "max_grad_norm": (1e-9, None),
-    "policy_delay": (1, None),
 }
 
 # What differs by environment, as in the tables of papers; a flag on the command line wins.
@@ -292,6 +290,7 @@ def train(args: Args) -> Result:
         actor_optimizer=actor_optimizer, workers=workers, replay=replay,
     )  # fmt: skip
 
+    losses: dict[str, Tensor] = {}  # of the last updates
     while step < args.total_steps:
         left = 1 - step / args.total_steps
         for optimizer in (critic_optimizer, actor_optimizer):
@@ -299,7 +298,6 @@ def train(args: Args) -> Result:
         rollout = workers.collect()
         replay.add(rollout)
         before, step = step, step + args.horizon * args.num_envs * run.learners
-        losses = {}
         if len(replay) >= min(args.warmup_steps, args.buffer_size):
             for number in range(int(before * args.utd_ratio), int(step * args.utd_ratio)):
                 batch = replay.sample(args.batch_size)
@@ -307,8 +305,8 @@ def train(args: Args) -> Result:
 
         run.log_episodes(step, rollout)
         if step // args.log_every > before // args.log_every:
-            losses = {f"losses/{name}": value.detach() for name, value in losses.items()}
-            run.log(step, {"charts/replay_size": len(replay), **losses})
+            metrics = {f"losses/{name}": value.detach() for name, value in losses.items()}
+            run.log(step, metrics | {"charts/replay_size": len(replay)})
         run.evaluate(step)
         run.checkpoint(step)
     return run.finish(step)

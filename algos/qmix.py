@@ -24,7 +24,6 @@ What differs from vdn.py, each where it stands:
 import copy
 from dataclasses import dataclass
 
-import gymnasium
 import torch
 from torch import Tensor, nn
 
@@ -33,7 +32,6 @@ from algos.worker_learner import (
     Result,
     Run,
     RunArgs,
-    UserError,
     Workers,
     average_gradients,
     count_learners,
@@ -177,16 +175,10 @@ class Agent(nn.Module):
     """All agents' values. forward: observations (N, A, obs_dim) → the best actions (N, A).
 
     `forward` goes through episodes step by step and remembers; `start_episodes` forgets.
-    UserError for an environment whose actions are not a choice among a few.
     """
 
     def __init__(self, envs: vec_envs.VecEnv, args: Args):
         super().__init__()
-        if not isinstance(envs.single_action_space, gymnasium.spaces.Discrete):
-            raise UserError(
-                f"--env {args.env} has continuous actions, but this algorithm chooses one of a "
-                "few; use mappo.py or maddpg.py"
-            )
         agents, obs_dim = envs.num_agents, envs.single_observation_space.shape[0]
         self.available_in_obs, self.recurrent = envs.available_in_obs, args.recurrent
         self.hidden_size, self.hidden = args.hidden_size, None
@@ -400,7 +392,7 @@ def update(agent: Agent, target: Agent, optimizer, replay: Replay, loss_gradient
 def train(args: Args) -> Result:
     run = Run(args, __file__, LIMITS)
     args = run.args
-    workers = Workers(run, collect, multi_agent=True)
+    workers = Workers(run, collect, "discrete", multi_agent=True)
     agent = Agent(workers.envs, args).to(run.device)
     target = copy.deepcopy(agent)
     weights, target_weights = flatten(agent), flatten(target).detach()

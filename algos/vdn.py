@@ -6,7 +6,7 @@ joint action is everybody's own best one, and nobody needs the others to find it
 
     Q_tot(h, a) = Σ_i Q_i(h^i, a^i)
     y_t    = r_t + γ (1 − terminated_t) [ (1 − λ (1 − done_t)) q_{t+1} + λ (1 − done_t) y_{t+1} ]
-    q_t+1  = Q̄_tot(h', argmax_a Q(h', a))              double Q-learning; Q̄: the target network
+    q_{t+1} = Q̄_tot(h', argmax_a Q(h', a))              double Q-learning; Q̄: the target network
     L(θ)   = E[ w α ( Q_tot(h_t, a_t) − y_t )² ]              r: the sum of all agents' rewards
     α      = 1 where the value is too low, less where it is too high (Rashid 2020, arXiv:2006.10800)
 
@@ -27,13 +27,12 @@ What makes it work, each where it stands:
 - `td_loss`, α: where it takes two, an agent that does its part earns nothing while the other does
   not, and a value that falls as readily as it rises unlearns the part before both have found it.
   Such optimism is for finding out: in the second half of a run α is 1.
-- `RewardScaler`: values of order one, whatever an environment pays.
+- `RewardScaler`: rewards in units of the standard deviation of the return.
 """
 
 import copy
 from dataclasses import dataclass
 
-import gymnasium
 import torch
 from torch import Tensor, nn
 
@@ -42,7 +41,6 @@ from algos.worker_learner import (
     Result,
     Run,
     RunArgs,
-    UserError,
     Workers,
     average_gradients,
     count_learners,
@@ -156,16 +154,10 @@ class Agent(nn.Module):
     """All agents' values. forward: observations (N, A, obs_dim) → the best actions (N, A).
 
     `forward` goes through episodes step by step and remembers; `start_episodes` forgets.
-    UserError for an environment whose actions are not a choice among a few.
     """
 
     def __init__(self, envs: vec_envs.VecEnv, args: Args):
         super().__init__()
-        if not isinstance(envs.single_action_space, gymnasium.spaces.Discrete):
-            raise UserError(
-                f"--env {args.env} has continuous actions, but this algorithm chooses one of a "
-                "few; use mappo.py or maddpg.py"
-            )
         agents, obs_dim = envs.num_agents, envs.single_observation_space.shape[0]
         self.available_in_obs, self.recurrent = envs.available_in_obs, args.recurrent
         self.hidden_size, self.hidden = args.hidden_size, None
@@ -375,7 +367,7 @@ def update(agent: Agent, target: Agent, optimizer, replay: Replay, loss_gradient
 def train(args: Args) -> Result:
     run = Run(args, __file__, LIMITS)
     args = run.args
-    workers = Workers(run, collect, multi_agent=True)
+    workers = Workers(run, collect, "discrete", multi_agent=True)
     agent = Agent(workers.envs, args).to(run.device)
     target = copy.deepcopy(agent)
     weights, target_weights = flatten(agent), flatten(target).detach()

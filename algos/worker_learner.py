@@ -763,7 +763,7 @@ class Workers:
             raise UserError(f"--env {args.env} has {many} agent(s), but {script} is for {wants}")
         self.observation_space = self.envs.single_observation_space
         self.action_space = self.envs.single_action_space
-        _check_actions(args.env, self.action_space, actions)
+        _check_actions(args.env, self.action_space, actions, multi_agent)
         here = not args.num_workers and device.type == "cpu"
         self.exact_resume = here and self.envs.exact_resume
         self.go_on = True  # with the episodes that were saved
@@ -886,6 +886,9 @@ def _worker_main(pipe, restart, collect, agent, columns, args, index, begin) -> 
     seed = args.seed + 1_000_003 * (index + 1) + 7919 * restart
     envs = _make_envs(args, seed, "cpu")
     collect = _compiled_collect(collect, envs, args, len(columns["done"]))
+    if restart:
+        for tensor in columns.values():  # what its predecessor left is of other episodes
+            tensor.zero_()
     pipe.recv()  # the first question; where a resumed run goes on is known by now
     torch.manual_seed(seed + int(begin))
     envs.reset(seed=seed + int(begin))
@@ -1342,10 +1345,11 @@ def _make_envs(args: RunArgs, seed: int, device: torch.device | str) -> vec_envs
         raise UserError(f"--env {args.env}: {error}") from None
 
 
-def _check_actions(env: str, space: gymnasium.Space, actions: str) -> None:
+def _check_actions(env: str, space: gymnasium.Space, actions: str, multi_agent: bool) -> None:
     discrete = isinstance(space, gymnasium.spaces.Discrete)
     if actions == "discrete" and not discrete:
-        raise UserError(f"--env {env} has continuous actions; sac.py, td3.py and ppo.py fit it")
+        fit = "mappo.py, maddpg.py and matd3.py" if multi_agent else "sac.py, td3.py and ppo.py"
+        raise UserError(f"--env {env} has continuous actions; {fit} fit it")
     if actions == "bounded" and discrete:
         raise UserError(f"--env {env} has discrete actions; dqn.py, ppo.py and a2c.py fit it")
     if not discrete and not space.is_bounded():

@@ -178,7 +178,7 @@ def test_returns_are_those_of_the_team(team):
 
 
 def test_the_value_normalizer_and_its_way_back():
-    normalizer = mappo.ValueNormalizer().double()
+    normalizer = mappo.ValueNormalizer(1).double()
     returns = torch.randn(300, 3, dtype=torch.float64) * 40 - 90
     normalizer.update(returns.unsqueeze(-1))
     normal = normalizer(returns)

@@ -361,7 +361,7 @@ def test_play_and_refusals(tmp_path, capsys):
     with pytest.raises(UserError, match="a policy that remembers cannot be exported"):
         play.main(play.Args(run_dir, checkpoint="last", export=str(tmp_path / "policy.pt2")))
     for env, message in (
-        ("SpreadContinuous", "SpreadContinuous has continuous actions, but this algorithm"),
+        ("SpreadContinuous", "SpreadContinuous has continuous actions; mappo.py"),
         ("CartPole", r"CartPole has 1 agent\(s\), but vdn is for several agents"),
     ):
         with pytest.raises(UserError, match=message):

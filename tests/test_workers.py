@@ -57,23 +57,26 @@ def test_workers_collect_what_the_same_envs_would_here(module):
                 assert torch.equal(tensor, theirs[name][:, columns]), (index, number, name)
 
 
-def test_a_replaced_worker_begins_new_episodes_and_the_replay_buffer_knows():
+def count_on(agent, envs, rollout):
+    """As a policy that remembers: this collection begins with what the last one ended with."""
+    rollout["count"].copy_(rollout["count"][-1:] + 1)
+
+
+def test_a_replaced_worker_begins_anew_and_the_replay_buffer_knows():
     args = sac.Args(env="Pendulum", num_envs=2, num_workers=1, device="cpu")
     ended = []
     run = SimpleNamespace(args=args, device=torch.device("cpu"), check_rollout=lambda rollout: None)
     run.end_episodes = lambda: ended.append(len(ended))
-    workers = Workers(run, sac.collect, ahead=True)
+    workers = Workers(run, count_on, ahead=True)
     agent = sac.Agent(workers.observation_space, workers.action_space, args)
-    workers.start(agent, 4)
+    workers.start(agent, 4, count=())
     try:
         workers.collect()
-        workers.collect()
-        assert not ended
+        assert workers.collect()["count"].eq(2).all() and not ended
         workers._children[0].process.kill()
         workers._children[0].process.join()
         workers.collect()  # perhaps it had sent this before it was killed
-        workers.collect()
-        assert ended == [0]
+        assert workers.collect()["count"].le(2).all() and ended == [0]
     finally:
         workers.close()
 
