@@ -434,7 +434,8 @@ def show(table: list[dict], overall: list[dict]) -> None:
             spread = number(row["sd"]) or "–"
             cells = [row["arm"], str(row["seeds"]), f"{number(row['mean'])} ± {spread}"]
             cells += [span(row, "iqm"), number(row["worst_quarter"])]
-            cells += [span(row, "variance_ratio", 2), number(row["variance_p"], 3)]
+            p = "< 0.001" if row["variance_p"] < 0.001 else number(row["variance_p"], 3)
+            cells += [span(row, "variance_ratio", 2), p]
             cells += [span(row, "iqm_difference"), span(row, "improvement", 2)]
             cells += [number(row["area"]), number(row["drawdown"]), number(row["log_std"], 2)]
             print(f"| {' | '.join(cells)} |")
