@@ -30,9 +30,9 @@ arXiv:1806.05635) seen from the Hamiltonian's side.
 
 On Hopper (20 fresh seeds) it left 0.02 [0.01, 0.03] of the variance between seeds of PPO with the
 same learning rate, p < 0.001, and raised the interquartile mean from 2396 to 3306. Of ppo.py's,
-whose learning rate is adapted there, it left 0.03 [0.01, 0.15], p = 0.09, with the same mean; of the
-control's 0.18 [0.04, 0.64], p = 0.10. It takes 1.2 times the time. Other tasks are not yet measured
-(benchmark/README.md).
+whose learning rate is adapted there, it left 0.03 [0.01, 0.15], p = 0.09, with the same mean; of
+the control's 0.18 [0.04, 0.64], p = 0.10. It takes 1.2 times the time. Other tasks are not yet
+measured (benchmark/README.md).
 
     python algos/ppo_hterm.py --env Ant        `diff algos/ppo.py algos/ppo_hterm.py`: the lesson
 
