@@ -1,4 +1,4 @@
-"""PPO with the Hamiltonian term (H-term): ppo.py plus a memory whose steps count by their energy.
+"""PPO with the Hamiltonian term (H-term): ppo.py plus a memory with Boltzmann weights.
 
 Read each (state, action) as a spin: H(π) is minus the expected K-step return, so the policy of
 minimal energy is the one with the largest return (Liu & Fang 2020; Liu, Li, Wu, Wang 2023,
