@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 import vec_envs
 from algos.worker_learner import (
+    ReplayBuffer,
     Result,
     Run,
     RunArgs,
@@ -50,15 +51,15 @@ class Args(RunArgs):
     total_steps: int = 1_500_000
     """how many environment steps to train for"""
     horizon: int = 25
-    """steps of each environment in a rollout, and in a stretch of the replay"""
+    """steps of each environment in a rollout, and in a stretch of the replay buffer"""
     updates: int = 100
     """gradient steps after each rollout"""
     batch_size: int = 8
     """stretches of one gradient step"""
-    replay_size: int = 2000
-    """stretches in the replay"""
+    buffer_size: int = 2000
+    """stretches in the replay buffer, at least one of each environment"""
     save_replay: bool = True
-    """keep the replay in checkpoints: a resumed run goes on exactly"""
+    """keep the replay buffer in checkpoints: a resumed run goes on exactly"""
     prioritized: bool = False
     """replay in proportion to the TD errors (Schaul 2016) instead of uniformly"""
     learning_rate: float = 1e-3
@@ -88,7 +89,7 @@ class Args(RunArgs):
 
 
 LIMITS = {
-    **dict.fromkeys(("horizon", "updates", "batch_size", "replay_size", "hidden_size"), (1, None)),
+    **dict.fromkeys(("horizon", "updates", "batch_size", "buffer_size", "hidden_size"), (1, None)),
     **dict.fromkeys(("discount", "td_lambda", "target_update", "lowering_weight"), (0, 1)),
     "mixing_size": (1, None),
     **dict.fromkeys(("final_epsilon", "exploration_fraction"), (0, 1)),
@@ -281,66 +282,27 @@ def collect(agent: Agent, envs: vec_envs.VecEnv, rollout: dict[str, Tensor]) -> 
         rollout["episode_length"][t] = info["episode_length"]
 
 
-class Replay:
-    """The newest stretches of `horizon` steps, (horizon, replay_size, ...); one env's a column."""
+class Remembered:
+    """What the agents remember at the end of a rollout, from where `collect` goes on."""
 
-    def __init__(self, rollout: dict[str, Tensor], args: Args):
-        self.args, self.rollout = args, rollout
-        kept = {k: x for k, x in rollout.items() if "hidden" not in k and "episode" not in k}
-        self.size = max(args.replay_size, args.num_envs)
-        self.data = {
-            k: x.new_zeros(len(x), self.size, *x.shape[2:])
-            for k, x in {**kept, "hidden": rollout["hidden"][:1]}.items()
-        }
-        self.priority = rollout["reward"].new_zeros(self.size)
-        self.position = self.filled = 0
-
-    def add(self, rollout: dict[str, Tensor]) -> None:
-        """One stretch of each env, in place of the oldest."""
-        place = torch.arange(self.args.num_envs, device=self.priority.device)
-        place = (place + self.position) % self.size
-        for name, tensor in self.data.items():
-            tensor[:, place] = rollout[name][: len(tensor)]
-        self.priority[place] = self.priority.max().clamp(min=1.0)
-        self.position = (self.position + self.args.num_envs) % self.size
-        self.filled = min(self.filled + self.args.num_envs, self.size)
-
-    def sample(self) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-        """-> stretches (T, B, ...), which ones they are (B,), their importance weights (B,)."""
-        count = self.args.batch_size
-        if self.args.prioritized:
-            chance = self.priority[: self.filled] ** 0.6
-            index = chance.multinomial(count, replacement=True)
-            weight = (self.filled * chance[index] / chance.sum()) ** -0.4
-            weight = weight / weight.max()
-        else:
-            index = torch.randint(self.filled, (count,), device=self.priority.device)
-            weight = self.priority.new_ones(count)
-        return {k: x.index_select(1, index) for k, x in self.data.items()}, index, weight
+    def __init__(self, rollout: dict[str, Tensor]):
+        self.hidden = rollout["next_hidden"][-1]  # (N, A, H), the rollout's own
 
     def end_episodes(self) -> None:
-        """The environments start anew: nothing is remembered."""
-        self.rollout["next_hidden"][-1] = 0
+        self.hidden.zero_()
 
-    def state_dict(self) -> dict[str, Tensor | dict]:
-        """What is filled, and the agents' memory at the end of the last rollout."""
-        hidden = self.rollout["next_hidden"][-1].clone()
-        if not self.args.save_replay:
-            return {"hidden": hidden}
-        data = {k: x[:, : self.filled].clone() for k, x in self.data.items()}
-        numbers = torch.tensor([self.position, self.filled])
-        state = {"data": data, "priority": self.priority[: self.filled].clone(), "numbers": numbers}
-        return {**state, "hidden": hidden}
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"hidden": self.hidden.clone()}
 
-    def load_state_dict(self, state: dict[str, Tensor | dict]) -> None:
-        self.rollout["next_hidden"][-1] = state["hidden"]
-        if "data" not in state:
-            print("Not exact: the replay was not saved (--no-save-replay); it fills anew.")
-            return
-        self.position, self.filled = state["numbers"].tolist()
-        for name, tensor in state["data"].items():
-            self.data[name][:, : self.filled] = tensor
-        self.priority[: self.filled] = state["priority"]
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        self.hidden.copy_(state["hidden"])
+
+
+def stretches(rollout: dict[str, Tensor]) -> dict[str, Tensor]:
+    """(T, N, ...) → (1, N, T, ...): to the replay buffer each env's T steps are one thing."""
+    kept = {**rollout, "hidden": rollout["hidden"][:1]}  # of the memory: how it began
+    del kept["next_hidden"]
+    return {name: x.transpose(0, 1).unsqueeze(0) for name, x in kept.items()}
 
 
 def lambda_returns(reward, next_value, terminated, done, args: Args) -> Tensor:
@@ -375,17 +337,19 @@ def td_loss(agent: Agent, target: Agent, batch: dict, weight: Tensor, args: Args
     return loss, error.detach(), {"td": loss, "value": value.mean()}
 
 
-def update(agent: Agent, target: Agent, optimizer, replay: Replay, loss_gradient, args: Args):
-    """One gradient step on stretches from the replay -> what to log."""
+def update(agent: Agent, target: Agent, optimizer, replay, loss_gradient, args: Args):
+    """One gradient step on stretches from the replay buffer -> what to log."""
     (weights,) = optimizer.param_groups[0]["params"]  # all of them in one vector
-    batch, index, weight = replay.sample()
+    drawn = replay.sample(args.batch_size)
+    index, weight, _ = (drawn.pop(name) for name in ("index", "weight", "discount"))  # (B,)
+    batch = {name: x.transpose(0, 1) for name, x in drawn.items()}  # (T, B, ...)
     weights.grad, _, error, losses = loss_gradient(agent, target, batch, weight, args)
     average_gradients(weights)
     norm = losses["gradient_norm"] = weights.grad.norm()
     weights.grad.mul_((args.max_grad_norm / (norm + 1e-6)).clamp(max=1))
     optimizer.step()
     error = error.abs()  # of a stretch: the largest counts most (R2D2)
-    replay.priority[index] = 0.9 * error.amax(0) + 0.1 * error.mean(0) + 1e-6
+    replay.update_priorities(index, 0.9 * error.amax(0) + 0.1 * error.mean(0))
     return losses
 
 
@@ -404,11 +368,14 @@ def train(args: Args) -> Result:
         agent, args.horizon, alive=agents, next_alive=agents, hidden=memory, next_hidden=memory,
         state=state, next_state=state,
     )  # fmt: skip
-    replay = Replay({**rollout, "reward": rollout["reward"].sum(-1)}, args)
+    first = stretches({**rollout, "reward": rollout["reward"].sum(-1)})
+    size = max(args.buffer_size, args.num_envs * run.learners)
+    replay = ReplayBuffer(run, first, size, prioritized=args.prioritized)
     loss_gradient = run.gradient(td_loss, agent)
     step = run.start(
-        agent=agent, target=target, optimizer=optimizer, workers=workers, replay=replay
-    )
+        agent=agent, target=target, optimizer=optimizer, workers=workers, replay=replay,
+        remembered=Remembered(rollout),
+    )  # fmt: skip
 
     while step < args.total_steps:
         left = 1 - step / args.total_steps
@@ -420,7 +387,7 @@ def train(args: Args) -> Result:
         rollout = workers.collect()
         step += args.horizon * args.num_envs * run.learners
         reward = agent.reward_scaler(rollout["reward"].sum(-1), rollout["done"])  # the team's
-        replay.add({**rollout, "reward": reward})
+        replay.add(stretches({**rollout, "reward": reward}))
         agent.normalizer.update(rollout["obs"].flatten(-2))
         agent.state_normalizer.update(rollout["state"])
         target.normalizer.load_state_dict(agent.normalizer.state_dict())

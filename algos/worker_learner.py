@@ -124,7 +124,7 @@ RUN_LIMITS = {
 }
 
 # What N learners divide among themselves, where a script has it.
-SHARED = "num_envs", "num_workers", "minibatch_size", "batch_size", "replay_size", "hterm_windows"
+SHARED = "num_envs", "num_workers", "minibatch_size", "batch_size", "hterm_windows"
 
 
 @dataclass
@@ -1005,7 +1005,7 @@ class ReplayBuffer:
         self, run: Run, rollout: dict[str, Tensor], capacity: int, *, n_step: int = 1,
         discount: float = 0.99, prioritized: bool = False, priority_exponent: float = 0.6,
     ):  # fmt: skip
-        horizon, self.num_envs = rollout["done"].shape
+        horizon, self.num_envs = rollout["done"].shape[:2]
         self._learners = count_learners()
         self.capacity_rows = -(-capacity // (self.num_envs * self._learners))
         size, least = self.capacity_rows * self.num_envs, max(horizon, n_step) * self.num_envs
@@ -1055,7 +1055,8 @@ class ReplayBuffer:
 
     def end_episodes(self) -> None:
         """What is added next does not follow what is here, as if all episodes were truncated."""
-        self.data["done"][self.position - 1] = True
+        done = self.data["done"].view(self.capacity_rows, self.num_envs, -1)
+        done[self.position - 1, :, -1] = True  # of a stretch its last step
 
     def sample(self, batch_size: int) -> dict[str, Tensor]:
         """B transitions: what the rollout has of each, and discount, index, weight, all (B, ...).

@@ -238,14 +238,15 @@ def updates(name: str, module, agent: nn.Module, args, batches: list) -> tuple:
         optimizer = torch.optim.Adam([weights], torch.tensor(1e-3), fused=True)
         remaining = iter(batches)
 
-        def sample(*size):
+        def sample(size):
             batch = next(remaining)
-            index = torch.arange(batch["done"].shape[-1])
-            return {**batch, "index": index} if size else (batch, index, torch.ones(len(index)))
+            if name in ("vdn", "qmix"):  # a stretch of each env is one thing
+                ones = torch.ones(batch["done"].shape[1])
+                batch = {k: x.transpose(0, 1) for k, x in batch.items()}
+                batch |= {"weight": ones, "discount": ones}
+            return {**batch, "index": torch.arange(len(batch["done"]))}
 
-        replay = SimpleNamespace(
-            sample=sample, update_priorities=lambda *a: None, priority=torch.zeros(BATCH)
-        )
+        replay = SimpleNamespace(sample=sample, update_priorities=lambda *a: None)
         for _ in batches:
             module.update(agent, target, optimizer, replay, loss, args)
         return agent, [target], optimizer

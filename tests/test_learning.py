@@ -73,7 +73,7 @@ for kind in ("Box", "Discrete"):
 SMALL = {
     **{"total_steps": 2000, "num_envs": 8, "hidden_size": 32, "critic_hidden_size": 32},
     **{"learning_rate": 3e-3, "epochs": 4, "minibatch_size": 64, "batch_size": 64, "updates": 10},
-    **{"warmup_steps": 100, "buffer_size": 4000, "replay_size": 200, "utd_ratio": 0.5},
+    **{"warmup_steps": 100, "buffer_size": 4000, "utd_ratio": 0.5},
     **{"polyak": 0.05, "target_update": 0.05, "exploration_fraction": 0.3, "policy_delay": 2},
     **{"horizon": 2, "td_lambda": 0.0, "eval_every": 0, "device": "cpu"},
 }

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from algos import play, qmix, vdn
-from algos.worker_learner import UserError
+from algos.worker_learner import ReplayBuffer, UserError
 from vec_envs import make
 
 TINY = {
@@ -26,7 +26,7 @@ def seeded():
 
 def make_agent(script, available_in_obs=False, **options):
     options = {"recurrent": True, "discount": 0.99, **options}
-    args = script.Args(num_envs=2, hidden_size=HIDDEN, batch_size=3, replay_size=8, **options)
+    args = script.Args(num_envs=2, hidden_size=HIDDEN, batch_size=3, buffer_size=8, **options)
     mask = torch.ones(A, ACTIONS, dtype=torch.bool)
     mask[1, 2] = False
     envs = types.SimpleNamespace(
@@ -264,48 +264,35 @@ def test_explorers_choose_among_all_that_is_available():
             assert torch.equal(seen[0], q.argmax(-1))
 
 
-def filled_replay(**options):
-    args = vdn.Args(num_envs=2, replay_size=6, batch_size=2000, **options)
+def filled_replay():
+    """Rollouts 0 to 4 of 3 steps and 2 envs; three fit. All of env e in rollout r is 2 r + e."""
     rollout = {
         "obs": torch.zeros(3, 2, 1), "reward": torch.zeros(3, 2),
         "hidden": torch.zeros(3, 2, 1, 1), "next_hidden": torch.zeros(3, 2, 1, 1),
-        "episode_return": torch.zeros(3, 2),
+        "done": torch.zeros(3, 2, dtype=torch.bool), "episode_return": torch.zeros(3, 2),
     }  # fmt: skip
-    replay = vdn.Replay(rollout, args)
-    for number in range(5):  # three fit
-        for name in ("obs", "reward", "hidden"):
-            rollout[name][:] = 2 * number + torch.tensor([0.0, 1.0]).view(
-                -1, *[1] * (rollout[name].dim() - 2)
-            )
-        rollout["next_hidden"].fill_(number)
-        replay.add(rollout)
+    run = types.SimpleNamespace(
+        device=torch.device("cpu"), args=types.SimpleNamespace(save_replay=True)
+    )
+    replay = ReplayBuffer(run, vdn.stretches(rollout), 6)
+    for number in range(5):
+        for name in ("obs", "reward", "hidden", "next_hidden"):
+            envs = torch.tensor([0.0, 1.0]).view(-1, *[1] * (rollout[name].dim() - 2))
+            rollout[name][:] = 2 * number + envs + 100 * (name == "next_hidden")
+        rollout["hidden"][1:] = -1  # not kept
+        replay.add(vdn.stretches(rollout))
     return replay, rollout
 
 
-def test_replay_keeps_the_newest_and_comes_back():
-    replay, rollout = filled_replay()
-    batch, _, weight = replay.sample()
-    assert set(batch) == {"obs", "reward", "hidden"} and (weight == 1).all()
-    assert batch["obs"].shape == (3, 2000, 1) and batch["hidden"].shape == (1, 2000, 1, 1)
+def test_replay_keeps_whole_stretches_with_the_memory_they_began_with():
+    replay, _ = filled_replay()
+    batch = replay.sample(2000)
+    assert batch["obs"].shape == (2000, 3, 1) and batch["hidden"].shape == (2000, 1, 1, 1)
+    assert batch.keys() >= {"obs", "reward", "hidden", "done"} and "next_hidden" not in batch
     assert set(batch["reward"].unique().tolist()) == {4.0, 5.0, 6.0, 7.0, 8.0, 9.0}
-    assert torch.equal(batch["reward"][0], batch["obs"][2, :, 0])
-    assert torch.equal(batch["reward"][0], batch["hidden"][0, :, 0, 0])
-    other = vdn.Replay({k: torch.zeros_like(x) for k, x in rollout.items()}, replay.args)
-    other.load_state_dict(replay.state_dict())
-    assert (other.rollout["next_hidden"][-1] == 4).all()
-    assert all(torch.equal(x, other.data[k]) for k, x in replay.data.items())
-    assert (other.position, other.filled) == (replay.position, replay.filled)
-
-
-def test_prioritised_replay_draws_by_priority_and_weighs_against_it():
-    replay, _ = filled_replay(prioritized=True)
-    assert torch.equal(replay.priority, torch.ones(6))
-    replay.priority[:] = torch.tensor([0.0, 1.0, 1.0, 8.0, 8.0, 1.0])
-    _, index, weight = replay.sample()
-    share = replay.priority**0.6 / (replay.priority**0.6).sum()
-    assert (index.bincount(minlength=6) / 2000 - share).abs().max() < 0.05
-    expected = (6 * share) ** -0.4
-    torch.testing.assert_close(weight, expected[index] / expected[index].max())
+    for step in range(3):
+        assert torch.equal(batch["reward"][:, step], batch["obs"][:, 2 - step, 0])
+    assert torch.equal(batch["reward"][:, 0], batch["hidden"][:, 0, 0, 0])
 
 
 def test_actions_that_are_not_available_are_never_the_best():
@@ -324,7 +311,7 @@ def test_actions_that_are_not_available_are_never_the_best():
 def test_resume_is_bit_identical(script, tmp_path, monkeypatch):
     """With rollouts that end in mid-episode, where the agents remember something."""
     tiny = {**TINY, "env": "SpeakerListener", "total_steps": 1200, "horizon": 15}
-    tiny |= {"prioritized": True, "updates": 2, "replay_size": 40}
+    tiny |= {"prioritized": True, "updates": 2, "buffer_size": 40}
     script.train(script.Args(**tiny, run_dir=str(tmp_path / "whole")))
     calls, update = iter(range(1000)), script.update
 
@@ -370,6 +357,13 @@ def test_play_and_refusals(tmp_path, capsys):
 
 def test_what_is_remembered_ends_where_environments_start_anew():
     replay, rollout = filled_replay()
-    assert (rollout["next_hidden"][-1] == 4).all()
-    replay.end_episodes()
+    remembered = vdn.Remembered(rollout)
+    state = remembered.state_dict()
+    remembered.end_episodes()
     assert not rollout["next_hidden"][-1].any()  # what `collect` goes on with
+    remembered.load_state_dict(state)
+    assert rollout["next_hidden"][-1].flatten().tolist() == [108, 109]
+    replay.end_episodes()
+    newest = replay.data["reward"][..., 0] >= 8
+    assert replay.data["done"].any(-1).equal(newest)
+    assert replay.data["done"][newest].tolist() == [[False, False, True]] * 2
