@@ -133,14 +133,15 @@ class Agent(nn.Module):
 
     def act(self, obs: Tensor) -> Tensor:
         """μ(s)"""
-        return self.actor(obs).to(obs).tanh()  # never in bfloat16
+        return self.actor(obs).to(obs).tanh()  # tanh not in bfloat16
 
     def to_env(self, action: Tensor) -> Tensor:
         return self.action_center + self.action_scale * action
 
     def value(self, obs: Tensor, action: Tensor) -> Tensor:
         """Q(s, a) (B,)"""
-        return self.critic(torch.cat((obs, action), -1)).squeeze(-1).to(obs)
+        x, last = self.critic[:-1](torch.cat((obs, action), -1)), self.critic[-1]
+        return (x.to(obs) * last.weight).sum(-1) + last.bias  # the last layer never in bfloat16
 
     def explore(self, obs: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
         """An action (N, act_dim) and its noise, which follows `noise`, that of the step before."""
@@ -234,7 +235,7 @@ def train(args: Args) -> Result:
         agent=agent, target=target, critic_optimizer=critic_optimizer,
         actor_optimizer=actor_optimizer, workers=workers, replay=replay,
     )  # fmt: skip
-    rollout["noise"][-1] = agent.noise  # of a resumed run
+    rollout["noise"][-1] = agent.noise * workers.go_on  # of a resumed run
 
     losses: dict[str, Tensor] = {}  # of the last updates
     while step < args.total_steps:

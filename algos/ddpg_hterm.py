@@ -14,10 +14,10 @@ policy that drew it, m_j is 1 until an episode ends, V̄(s) = Q̄(s, μ̄(s)):
     L_H  = 1/(2Σm) Σ m_i ĝ_i ‖ x_i − μ(s_i) ‖²                      = − Σ m ĝ log π, up to scale
     L    = L(μ) / mean|Q| + λ L_H          λ falls linearly to 0; λ ‖∇L_H‖ at most ¼ of the other
 
-Without the bounds of w and ĝ, ∇L_H is, up to scale, that of −J_K, the expected K-step return that
-V̄ bootstraps. With λ = 0 the run is ddpg.py's, bit for bit. Of the scale, 1/σ² is left out: with
-σ = 0.1 --hterm-coef 12.5 puts it back, as far as the cap lets it. Whether it helps has not been
-measured yet.
+Without the bounds of w and ĝ, ∇L_H is, up to scale and after warm-up, that of −J_K, the expected
+K-step return that V̄ bootstraps. With λ = 0 the run is ddpg.py's, bit for bit. Of the scale, 1/σ² is
+left out: with σ = 0.1 --hterm-coef 12.5 puts it back, as far as the cap lets it. Whether it helps
+has not been measured yet.
 
     python algos/ddpg_hterm.py --env Hopper     `diff algos/ddpg.py algos/ddpg_hterm.py`: the lesson
 
@@ -150,14 +150,15 @@ class Agent(nn.Module):
 
     def act(self, obs: Tensor) -> Tensor:
         """μ(s)"""
-        return self.actor(obs).to(obs).tanh()  # never in bfloat16
+        return self.actor(obs).to(obs).tanh()  # tanh not in bfloat16
 
     def to_env(self, action: Tensor) -> Tensor:
         return self.action_center + self.action_scale * action
 
     def value(self, obs: Tensor, action: Tensor) -> Tensor:
         """Q(s, a) (B,)"""
-        return self.critic(torch.cat((obs, action), -1)).squeeze(-1).to(obs)
+        x, last = self.critic[:-1](torch.cat((obs, action), -1)), self.critic[-1]
+        return (x.to(obs) * last.weight).sum(-1) + last.bias  # the last layer never in bfloat16
 
     def log_prob(self, noise: Tensor) -> Tensor:
         """log N(μ(s) + noise; μ(s), σ²), (...)."""
@@ -289,7 +290,7 @@ def update(
     if windows is not None:
         with torch.no_grad():
             q = agent.value(batch["obs"], batch["action"])
-        gradient = gradient / q.abs().mean().clamp(min=1e-6)
+        gradient = gradient / mean_over_learners(q.abs().mean()).clamp(min=1e-6)
         term, loss, size = hamiltonian_gradient(agent, target, windows, args)
         losses |= {"hamiltonian": loss, "effective_sample_size": size}
         gradient = add_capped(gradient, term, coef)
@@ -317,12 +318,12 @@ def train(args: Args) -> Result:
         prioritized=args.prioritized,
     )  # fmt: skip
     gradients = run.gradient(critic_loss, agent.critic), run.gradient(actor_loss, agent.actor)
-    gradients += (run.gradient(hamiltonian_term, agent.actor),)
+    gradients += (run.gradient(hamiltonian_term, agent.actor, bf16=False),)  # exact ratios
     step = run.start(
         agent=agent, target=target, critic_optimizer=critic_optimizer,
         actor_optimizer=actor_optimizer, workers=workers, replay=replay,
     )  # fmt: skip
-    rollout["noise"][-1] = agent.noise  # of a resumed run
+    rollout["noise"][-1] = agent.noise * workers.go_on  # of a resumed run
 
     window_shape = max(1, args.batch_size // args.hterm_length), args.hterm_length  # L, K
     losses: dict[str, Tensor] = {}  # of the last updates

@@ -157,7 +157,7 @@ class Agent(nn.Module):
         log π(a|s) = log N(u; μ, σ²) − Σ log(1 − tanh²u), and, without cancellation,
         log(1 − tanh²u) = 2 (log 2 − u − softplus(−2u)).
         """
-        mean, log_std = self.actor(obs).to(obs).chunk(2, -1)  # never in bfloat16
+        mean, log_std = self.actor(obs).to(obs).chunk(2, -1)  # the rest not in bfloat16
         log_std = log_std.clamp(-20, 2)
         noise = torch.randn_like(mean)
         u = mean + log_std.exp() * noise

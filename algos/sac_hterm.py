@@ -161,7 +161,7 @@ class Agent(nn.Module):
 
     def draw(self, obs: Tensor) -> tuple[Tensor, Tensor]:
         """u ~ N(μ(s), σ(s)²) and log N(u; μ, σ²), each (B, act_dim)."""
-        mean, log_std = self.actor(obs).to(obs).chunk(2, -1)  # never in bfloat16
+        mean, log_std = self.actor(obs).to(obs).chunk(2, -1)  # the rest not in bfloat16
         log_std = log_std.clamp(-20, 2)
         noise = torch.randn_like(mean)
         u = mean + log_std.exp() * noise
@@ -175,7 +175,7 @@ class Agent(nn.Module):
 
     def log_prob(self, obs: Tensor, x: Tensor) -> Tensor:
         """log π(x|s) of actions before tanh, (...)."""
-        mean, log_std = self.actor(obs).to(obs).chunk(2, -1)  # never in bfloat16
+        mean, log_std = self.actor(obs).to(obs).chunk(2, -1)  # the rest not in bfloat16
         log_std = log_std.clamp(-20, 2)
         z = (x - mean) * (-log_std).exp()
         return (-0.5 * z.square() - log_std - 0.5 * math.log(2 * math.pi)).sum(-1)
@@ -349,7 +349,7 @@ def train(args: Args) -> Result:
         prioritized=args.prioritized,
     )  # fmt: skip
     gradients = run.gradient(critic_loss, agent.critics), run.gradient(policy_loss, agent.actor)
-    gradients += (run.gradient(hamiltonian_term, agent.actor),)
+    gradients += (run.gradient(hamiltonian_term, agent.actor, bf16=False),)  # exact ratios
     step = run.start(
         agent=agent, target=target, critic_optimizer=critic_optimizer,
         actor_optimizer=actor_optimizer, workers=workers, replay=replay,

@@ -1,4 +1,4 @@
-"""Twin delayed deep deterministic policy gradient (TD3): ddpg.py plus three things.
+"""Twin delayed deep deterministic policy gradient (TD3): ddpg.py plus three things, less --noise.
 
 Fujimoto, van Hoof, Meger 2018, arXiv:1802.09477. With Q̄, μ̄ the slow target networks,
 
@@ -146,7 +146,7 @@ class Agent(nn.Module):
 
     def act(self, obs: Tensor) -> Tensor:
         """μ(s)"""
-        return self.actor(obs).to(obs).tanh()  # never in bfloat16
+        return self.actor(obs).to(obs).tanh()  # tanh not in bfloat16
 
     def to_env(self, action: Tensor) -> Tensor:
         return self.action_center + self.action_scale * action

@@ -367,9 +367,9 @@ class Run:
             signal.signal(number, handler)
         self._handlers.clear()
 
-    def gradient(self, loss_function: Callable, network: nn.Module) -> Callable:
-        """`gradient_of` a loss, in bfloat16 as --bf16 says, compiled as --compile says."""
-        bf16 = getattr(self.args, "bf16", False) and _multiplies_bf16(self.device)
+    def gradient(self, loss_function: Callable, network: nn.Module, bf16: bool = True) -> Callable:
+        """`gradient_of` a loss, compiled as --compile says and, where allowed, as --bf16 says."""
+        bf16 = bf16 and getattr(self.args, "bf16", False) and _multiplies_bf16(self.device)
         function = gradient_of(loss_function, network, bf16)
         if self.args.compile in ("none", "rollout"):
             return function
@@ -835,7 +835,8 @@ class Workers:
             except ValueError as error:  # an environment refuses a NaN, which has a cause here
                 failure = error
         else:
-            self.policy_lag = self._rollout["done"].numel() if self._asked else 0
+            lag = self._rollout["done"].numel() * count_learners()
+            self.policy_lag = lag if self._asked else 0
             if not self._asked:
                 self._ask_children()
             restarts = [child.restarts for child in self._children]
@@ -1015,6 +1016,8 @@ class ReplayBuffer:
         kept = {k: x for k, x in rollout.items() if not k.startswith("episode_")}
         needed = size * sum(x[0, 0].numel() * x.element_size() for x in kept.values())
         needed += prioritized * 4 * size
+        if run.device.type == "cpu":  # which all learners of this machine share
+            needed *= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         if needed > (free := _free_memory(run.device)):
             raise UserError(
                 f"--buffer-size is {capacity}, which needs {needed / 2**30:.1f} GiB of memory "

@@ -309,6 +309,17 @@ def test_bfloat16_is_close_and_its_results_are_float32(script):
     assert 1e-5 < error < 0.05  # of 8 bits: 2⁻⁸ is 0.004
 
 
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_large_values_are_not_rounded_to_bfloat16(script):
+    """Near 800 bfloat16 has every fourth number only; a step's reward may be less than that."""
+    agent, _, _ = make_agent(script, torch.float32)
+    list(critic_of(script, agent).parameters())[-1].data.fill_(800)  # the last bias
+    obs, action = torch.randn(100, OBS_DIM), torch.rand(100, ACT_DIM)
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        q = agent.value(obs, action) if script is ddpg else agent.critics(obs, action)[0]
+    assert q.dtype == torch.float32 and len(q.unique()) > 50
+
+
 @pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
 def test_a_compiled_gradient_is_the_same():
     agent, target, args = make_agent(td3, target_noise=0.0)

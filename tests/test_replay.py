@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from algos import worker_learner
 from algos.worker_learner import ReplayBuffer, UserError
 
 CPU = torch.device("cpu")
@@ -268,7 +269,7 @@ def test_without_save_replay_nothing_is_saved_and_a_resumed_run_says_so(capsys):
     assert "--no-save-replay" in capsys.readouterr().out
 
 
-def test_too_large_a_buffer_is_an_error_that_names_the_size():
+def test_too_large_a_buffer_is_an_error_that_names_the_size(monkeypatch):
     empty = Stream().empty()
     row = 4 * (2 + 1 + 1 + 2 + 1) + 2
     with pytest.raises(UserError, match=r"--buffer-size is 10{12}, .* needs 27939\.7 GiB"):
@@ -276,6 +277,11 @@ def test_too_large_a_buffer_is_an_error_that_names_the_size():
         ReplayBuffer(fake_run(), empty, 10**12)
     with pytest.raises(UserError, match=r"--buffer-size is 3; allowed is at least 6"):
         ReplayBuffer(fake_run(), empty, 3)
+    monkeypatch.setattr(worker_learner, "_free_memory", lambda device: 2**30)
+    ReplayBuffer(fake_run(), empty, 20_000_000)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # two learners on this machine: a part each
+    with pytest.raises(UserError, match=r"--buffer-size is 20000000, which needs 1\.1 GiB"):
+        ReplayBuffer(fake_run(), empty, 20_000_000)
 
 
 @pytest.mark.parametrize("prioritized", [False, True])

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import distributions, nn
 
-from algos import ddpg_hterm, sac_hterm, td3_hterm
+from algos import ddpg_hterm, sac_hterm, td3_hterm, worker_learner
 from algos.worker_learner import ReplayBuffer, UserError, flatten
 
 OBS_DIM, ACT_DIM, LENGTH, COUNT, SIGMA, DISCOUNT = 4, 2, 5, 7, 0.3, 0.9
@@ -450,6 +450,23 @@ def test_a_step_along_the_term_makes_what_went_well_likelier(script):
                 if parameter.grad is not None:
                     parameter -= 1e-3 * parameter.grad
     assert preference() > before + 1e-4
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_the_ratios_are_not_in_bfloat16(script, monkeypatch, tmp_path):
+    """b(x|s) is stored exactly: beside a rounded π(x|s) a ratio would not be 1 where π is b."""
+    asked = {}
+
+    def gradient_of(loss_function, network, bf16):
+        asked[loss_function.__name__] = bf16
+        return original(loss_function, network)
+
+    original = worker_learner.gradient_of
+    monkeypatch.setattr(worker_learner, "gradient_of", gradient_of)
+    monkeypatch.setattr(worker_learner, "_multiplies_bf16", lambda device: True)
+    options = {"num_envs": 2, "total_steps": 20, "eval_every": 0, "eval_episodes": 1, "bf16": True}
+    script.train(script.Args(env="Pendulum", **options, run_dir=str(tmp_path / "run")))
+    assert asked.pop("hamiltonian_term") is False and len(asked) == 2 and all(asked.values())
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
