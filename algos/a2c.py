@@ -284,7 +284,7 @@ def train(args: Args) -> Result:
     args = run.args
     workers = Workers(run, collect)
     agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
-    weights = flatten(agent)
+    weights = flatten(agent)  # all parameters, now views of one vector
     optimizer = torch.optim.RMSprop([weights], args.learning_rate, eps=1e-5)
     workers.start(agent, args.horizon)
     loss_gradient = run.gradient(batch_loss, agent)

@@ -387,12 +387,12 @@ def train(args: Args) -> Result:
     args = run.args
     workers = Workers(run, collect, multi_agent=True)
     agent = Agent(workers.envs, args).to(run.device)
-    weights = flatten(agent)
+    weights = flatten(agent)  # all parameters, now views of one vector
     learning_rate = torch.tensor(args.learning_rate, device=run.device)
     optimizer = torch.optim.Adam([weights], learning_rate, eps=1e-5, fused=True)
     state, agents = (workers.envs.state_dim,), (workers.envs.num_agents,)
     workers.start(agent, args.horizon, state=state, next_state=state, alive=agents)
-    loss_gradient = run.gradient(minibatch_loss, agent)
+    loss_gradient = run.gradient(minibatch_loss, agent)  # → ∂ loss / ∂ weights, loss, losses
     step = run.start(agent=agent, optimizer=optimizer, workers=workers)
 
     while step < args.total_steps:

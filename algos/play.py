@@ -172,7 +172,7 @@ def film(args: Args, saved: dict) -> None:
 
     kind = Path(args.video).suffix
     if kind == ".mp4" and importlib.util.find_spec("imageio_ffmpeg") is None:
-        raise UserError('an .mp4 needs ffmpeg: pip install "crane-rl[video]", or make it a .gif')
+        raise UserError('an .mp4 needs ffmpeg: pip install "imageio[ffmpeg]", or make it a .gif')
     os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pygame, too, draws without a window
     choose_gl(saved["args"]["env"])
     agent, env = make(saved, 1, args.seed, draws=True)

@@ -462,7 +462,7 @@ def train(args: Args) -> Result:
     args = run.args
     workers = Workers(run, collect)
     agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
-    weights = flatten(agent)
+    weights = flatten(agent)  # all parameters, now views of one vector
     learning_rate = torch.tensor(args.learning_rate, device=run.device)
     optimizer = torch.optim.Adam([weights], learning_rate, eps=1e-5, fused=True)
     memory = SpinMemory(workers.start(agent, args.horizon), args)

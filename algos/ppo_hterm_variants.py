@@ -494,7 +494,7 @@ def train(args: Args) -> Result:
     log_std_schedule = parse_schedule(args.log_std_schedule)
     if log_std_schedule and not agent.discrete:
         agent.log_std.requires_grad_(False)
-    weights = flatten(agent)
+    weights = flatten(agent)  # all parameters, now views of one vector
     learning_rate = torch.tensor(args.learning_rate, device=run.device)
     optimizer = torch.optim.Adam([weights], learning_rate, eps=1e-5, fused=True)
     windows = Windows(workers.start(agent, args.horizon), args)

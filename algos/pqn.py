@@ -44,7 +44,7 @@ class Args(RunArgs):
     """PQN on any environment with discrete actions."""
 
     env: str = "CartPole"
-    """environment: a name of vec_envs, a Gymnasium id, or package:Id-v0"""
+    """environment: a name of vec_envs, a Gymnasium id, or package:Id-v0 (,option=value ...)"""
     num_envs: int = 16
     """environments stepped together, all workers counted"""
     horizon: int = 32
@@ -223,7 +223,7 @@ def train(args: Args) -> Result:
     args = run.args
     workers = Workers(run, collect, "discrete")
     agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
-    weights = flatten(agent)
+    weights = flatten(agent)  # all parameters, now views of one vector
     on_gpu = run.device.type == "cuda"
     learning_rate = torch.tensor(args.learning_rate, device=run.device)
     optimizer = torch.optim.RAdam([weights], learning_rate, eps=1e-5, capturable=on_gpu)

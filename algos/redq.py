@@ -48,7 +48,7 @@ class Args(RunArgs):
     """REDQ on any environment of vec_envs with continuous actions."""
 
     env: str = "Hopper"
-    """environment: a name of vec_envs, a Gymnasium id, or package:Id-v0"""
+    """environment: a name of vec_envs, a Gymnasium id, or package:Id-v0 (,option=value ...)"""
     total_steps: int = 125_000
     """how many environment steps to train for"""
     num_envs: int = 1

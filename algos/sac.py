@@ -6,7 +6,8 @@ With α the temperature, a' and ã drawn afresh from π at s' and s, and Q̄ the
     y    = r + γ (1 − terminated) ( min_i Q̄_i(s', a') − α log π(a'|s') )
     L(Q) = Σ_i E[ ½ ( Q_i(s, a) − y )² ]
     L(π) = E[ α log π(ã|s) − min_i Q_i(s, ã) ]
-    L(α) = − log α · E[ log π(ã|s) + H̄ ]         H̄ = −dim(A), the target entropy
+    L(α) = − log α · E[ log π(ã|s) + H̄ ]         H̄ = −dim(A), the target entropy; the paper has
+                                                 α in the place of log α: the same sign
 
     python algos/sac.py --env HalfCheetah
 
@@ -44,7 +45,7 @@ class Args(RunArgs):
     """SAC on any environment of vec_envs with continuous actions."""
 
     env: str = "HalfCheetah"
-    """environment: a name of vec_envs, a Gymnasium id, or package:Id-v0"""
+    """environment: a name of vec_envs, a Gymnasium id, or package:Id-v0 (,option=value ...)"""
     num_envs: int = 4
     """environments stepped together, all workers counted"""
     horizon: int = 1

@@ -98,7 +98,7 @@ class RunArgs:
     env_threads: int = 0
     """threads that step MuJoCo on a CPU (0: one a core, shared among the workers)"""
     run_dir: str = ""
-    """folder of this run (default: runs/{env}__{script}__{seed}__{time})"""
+    """folder of this run (empty: runs/{env}__{script}__{seed}__{time})"""
     resume: str = ""
     """go on with the run in this folder, with its arguments"""
     eval_every: int = 100_000
@@ -108,8 +108,8 @@ class RunArgs:
     checkpoint_every: int = 100_000
     """steps between checkpoints"""
     compile: Literal["none", "rollout", "default", "graphs"] = "none"
-    """torch.compile of rollouts (to 16 steps, in environments of tensor operations); default: and
-    of losses with their gradients; graphs: and with CUDA graphs (GPU only)"""
+    """torch.compile. rollout: of rollouts up to 16 steps where environments are tensor operations;
+    default: of these and of the losses with their gradients; graphs: with CUDA graphs (GPU only)"""
 
 
 RUN_LIMITS = {

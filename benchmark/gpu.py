@@ -391,7 +391,7 @@ def draw(rows: list[dict], path: Path) -> None:
     try:
         from matplotlib import pyplot
     except ImportError:
-        print('No figure without matplotlib: pip install "crane-rl[plot]"')
+        print("No figure without matplotlib: pip install matplotlib")
         return
     figure, panels = pyplot.subplots(1, 3, figsize=(15, 4.5), layout="constrained")
     curves = list(dict.fromkeys(row["what"] for row in rows if row["unit"] == "return"))
@@ -435,7 +435,7 @@ def main(options: Options) -> None:
             write(path, [dict.fromkeys(COLUMNS, "") | nothing])
         return
     if importlib.util.find_spec("mujoco_warp") is None:
-        print('MuJoCo on a GPU needs mujoco-warp, which is missing: pip install "crane-rl[gpu]"')
+        print("MuJoCo on a GPU needs mujoco-warp, which is missing: pip install mujoco-warp")
         if options.device == "cuda":
             return
         options.sections = [name for name in options.sections if name != "parity"]

@@ -194,7 +194,7 @@ def figure(results: Path) -> None:
     try:
         from matplotlib import pyplot
     except ImportError:
-        raise SystemExit('No figure without matplotlib: pip install "crane-rl[plot]"') from None
+        raise SystemExit("No figure without matplotlib: pip install matplotlib") from None
     panels: dict[str, dict[str, dict[str, list[tuple[int, float]]]]] = {}
     with open(results / "curves.csv", newline="") as file:
         for row in csv.DictReader(file):

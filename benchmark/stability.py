@@ -460,7 +460,7 @@ def draw(options: Options, runs: list[dict], table: list[dict]) -> None:
     try:
         from matplotlib import pyplot
     except ImportError:
-        print('No figures without matplotlib: pip install "crane-rl[plot]"')
+        print("No figures without matplotlib: pip install matplotlib")
         return
     for (env, steps), arms in group(runs).items():
         figure, panels = pyplot.subplots(2, 2, figsize=(11, 8), layout="constrained")

@@ -263,7 +263,7 @@ def test_missing_box2d(monkeypatch):
     for module in [name for name in sys.modules if name.startswith("gymnasium.envs.box2d")]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "Box2D", None)
-    assert refusal("LunarLander-v3").endswith('needs Box2D: pip install "crane-rl[box2d]"')
+    assert refusal("LunarLander-v3").endswith('needs Box2D: pip install "gymnasium[box2d]"')
 
 
 def test_bad_actions_and_a_step_too_early():

@@ -230,7 +230,7 @@ def _probe(name: str, make_one: Callable[[], gymnasium.Env]) -> gymnasium.Env:
         env = make_one()
     except (gymnasium.error.DependencyNotInstalled, ImportError) as error:
         if "box2d" in str(error).lower():
-            raise ValueError(f'{name} needs Box2D: pip install "crane-rl[box2d]"') from error
+            raise ValueError(f'{name} needs Box2D: pip install "gymnasium[box2d]"') from error
         raise ValueError(f"{name} needs a package that is missing: {error}") from error
     except (gymnasium.error.Error, TypeError, AssertionError, LookupError) as error:
         raise ValueError(f"{name}: {error!s}") from error
@@ -490,7 +490,7 @@ def _maker_of_worlds(name: str, options: dict[str, Any]) -> Callable[[], "_Paral
     try:
         module = importlib.import_module(path)
     except Exception as error:
-        hint = ': pip install "crane-rl[marl]"' if isinstance(error, ImportError) else ""
+        hint = ": pip install pettingzoo mpe2 lbforaging" if isinstance(error, ImportError) else ""
         raise ValueError(
             f"{name}: importing {path!r} failed with {type(error).__name__}: {error}{hint}"
         ) from error

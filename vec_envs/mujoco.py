@@ -184,7 +184,7 @@ class WarpSimulation:
             import mujoco_warp
         except ImportError as error:
             raise ValueError(
-                'MuJoCo on a GPU needs mujoco-warp: pip install "crane-rl[gpu]"'
+                "MuJoCo on a GPU needs mujoco-warp: pip install mujoco-warp"
             ) from error
         self.mjw, self.warp, self.frame_skip = mujoco_warp, warp, frame_skip
         self.device = warp.device_from_torch(str(device))
