@@ -78,12 +78,10 @@ LIMITS = {
 
 # What differs by environment, as in the tables of papers; a flag on the command line wins.
 TUNED = {
-    "CartPole": {
-        **{"total_steps": 50_000, "eval_every": 10_000, "num_envs": 8, "horizon": 5},
-        **{"discount": 0.995, "gae_lambda": 0.9},
-    },
-    "Acrobot": {"total_steps": 100_000, "eval_every": 20_000, "num_envs": 16, "horizon": 5},
-}
+    "CartPole": dict(total_steps=50_000, eval_every=10_000, num_envs=8, horizon=5, discount=0.995,
+                     gae_lambda=0.9),
+    "Acrobot": dict(total_steps=100_000, eval_every=20_000, num_envs=16, horizon=5),
+}  # fmt: skip
 
 
 class Normalizer(nn.Module):
@@ -220,8 +218,7 @@ def gae(reward, value, next_value, terminated, done, args: Args) -> Tensor:
     decay = args.discount * args.gae_lambda * (~done).to(delta)
     advantage, following = torch.empty_like(delta), torch.zeros_like(delta[0])
     for t in reversed(range(len(delta))):
-        following = delta[t] + decay[t] * following
-        advantage[t] = following
+        advantage[t] = following = delta[t] + decay[t] * following
     return advantage
 
 
@@ -260,9 +257,8 @@ def batch_loss(agent: Agent, batch: dict[str, Tensor], args: Args) -> tuple[Tens
         "value": value_loss(agent.value(batch["obs"]), batch["returns"]),
         "entropy": entropy.mean(),
     }
-    total = (
-        losses["policy"] + args.value_coef * losses["value"] - args.entropy_coef * losses["entropy"]
-    )
+    total = losses["policy"] + args.value_coef * losses["value"]
+    total = total - args.entropy_coef * losses["entropy"]
     return total, losses
 
 

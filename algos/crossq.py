@@ -97,10 +97,7 @@ LIMITS = {
 
 # What differs by environment; a flag on the command line wins.
 TUNED = {
-    "Pendulum": {
-        **{"total_steps": 10_000, "warmup_steps": 1000, "hidden_size": 64},
-        **{"critic_hidden_size": 128},
-    },
+    "Pendulum": dict(total_steps=10_000, warmup_steps=1000, hidden_size=64, critic_hidden_size=128),
 }
 
 
@@ -188,6 +185,7 @@ class Agent(nn.Module):
         inputs = obs_dim + act_dim
         self.critics = Critics(2, inputs, args.critic_hidden_size, args.renorm_after)
         self.eval()  # running statistics, except where a network learns
+        self.target_entropy = -act_dim
         self.register_buffer("warm_up", torch.tensor(True))  # explore by uniform actions
         low, high = torch.tensor(action_space.low), torch.tensor(action_space.high)
         self.register_buffer("action_center", (high + low) / 2)
@@ -245,10 +243,11 @@ def critic_loss(agent: Agent, batch: dict, args: Args) -> tuple[Tensor, Tensor]:
     agent.critics.train()
     value, next_values = agent.critics(obs, action).chunk(2, -1)  # (2, B) each
     agent.critics.eval()
-    next_value = next_values.detach().amin(0)
-    next_value -= agent.actor.log_temperature.detach().exp() * log_prob
-    future = batch["discount"] * ~batch["terminated"] * next_value
-    y = args.reward_scale * batch["reward"] + future
+    with torch.no_grad():
+        next_value = next_values.amin(0)
+        next_value -= agent.actor.log_temperature.exp() * log_prob
+        future = batch["discount"] * ~batch["terminated"] * next_value
+        y = args.reward_scale * batch["reward"] + future
     error = y - value
     return 0.5 * (batch["weight"] * error.square()).mean(1).sum(), error.detach().abs().mean(0)
 
@@ -265,8 +264,7 @@ def actor_loss(agent: Agent, batch: dict, args: Args) -> tuple[Tensor, Tensor]:
 
 def temperature_loss(agent: Agent, log_prob: Tensor) -> Tensor:
     """− log α · E[ log π(ã|s) + H̄ ]: α grows while the entropy is below H̄."""
-    target_entropy = -len(agent.action_scale)
-    return -agent.actor.log_temperature * (log_prob + target_entropy).mean()
+    return -agent.actor.log_temperature * (log_prob + agent.target_entropy).mean()
 
 
 def policy_loss(agent: Agent, batch: dict, args: Args) -> tuple[Tensor, Tensor, Tensor]:
@@ -285,7 +283,7 @@ def gradient_step(gradient: Tensor, optimizer, max_grad_norm: float) -> None:
     optimizer.step()
 
 
-def update(agent, optimizers, batch, gradients, number: int, args: Args) -> tuple[dict, Tensor]:
+def update(agent, optimizers, batch, gradients, number, args) -> tuple[dict, Tensor]:
     """Update `number` of the critics, perhaps of the actor -> what to log, the TD errors (B,)."""
     critic_optimizer, actor_optimizer = optimizers
     critic_gradient, actor_gradient = gradients

@@ -107,17 +107,13 @@ LIMITS = {
 
 # What differs by environment, as in the tables of papers; a flag on the command line wins.
 TUNED = {
-    "CartPole": {"total_steps": 50_000, "eval_every": 10_000, "n_step": 10},
-    "Acrobot": {
-        **{"total_steps": 100_000, "eval_every": 20_000, "n_step": 3, "utd_ratio": 1.0},
-        **{"hidden_size": 256, "polyak": 0.005, "exploration_length": 10},
-    },
-    "MountainCar": {
-        **{"total_steps": 120_000, "eval_every": 20_000, "n_step": 10, "utd_ratio": 0.5},
-        **{"exploration_length": 20},
-    },
-    "LunarLander-v3": {"total_steps": 300_000, "eval_every": 50_000, "n_step": 5},
-}
+    "CartPole": dict(total_steps=50_000, eval_every=10_000, n_step=10),
+    "Acrobot": dict(total_steps=100_000, eval_every=20_000, n_step=3, utd_ratio=1.0,
+                    hidden_size=256, polyak=0.005, exploration_length=10),
+    "MountainCar": dict(total_steps=120_000, eval_every=20_000, n_step=10, utd_ratio=0.5,
+                        exploration_length=20),
+    "LunarLander-v3": dict(total_steps=300_000, eval_every=50_000, n_step=5),
+}  # fmt: skip
 
 
 class Normalizer(nn.Module):

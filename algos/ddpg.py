@@ -96,7 +96,7 @@ LIMITS = {
 
 # What differs by environment; a flag on the command line wins.
 TUNED = {
-    "Pendulum": {"total_steps": 10_000, "warmup_steps": 1000},
+    "Pendulum": dict(total_steps=10_000, warmup_steps=1000),
 }
 
 

@@ -112,7 +112,7 @@ LIMITS = {
 
 # What differs by environment; a flag on the command line wins.
 TUNED = {
-    "Pendulum": {"total_steps": 10_000, "warmup_steps": 1000},
+    "Pendulum": dict(total_steps=10_000, warmup_steps=1000),
 }
 
 
@@ -277,9 +277,7 @@ def move_target(target: nn.Module, network: nn.Module, polyak: float) -> None:
         theirs.lerp_(ours, polyak)
 
 
-def update(
-    agent, target, optimizers, batch, gradients, args: Args, windows=None, coef: float = 0.0
-) -> tuple[dict, Tensor]:
+def update(agent, target, optimizers, batch, gradients, args, windows, coef) -> tuple[dict, Tensor]:
     """One step of critic, actor and targets -> what to log, the TD errors (B,)."""
     critic_optimizer, actor_optimizer = optimizers
     critic_gradient, actor_gradient, hamiltonian_gradient = gradients
@@ -338,8 +336,10 @@ def train(args: Args) -> Result:
             coef = args.hterm_coef * (1 - before / args.total_steps)
             for _ in range(int(before * args.utd_ratio), int(step * args.utd_ratio)):
                 batch = replay.sample(args.batch_size)
-                term = (replay.windows(*window_shape, args.hterm_newest), coef) if coef > 0 else ()
-                losses, td_error = update(agent, target, optimizers, batch, gradients, args, *term)
+                windows = replay.windows(*window_shape, args.hterm_newest) if coef > 0 else None
+                losses, td_error = update(
+                    agent, target, optimizers, batch, gradients, args, windows, coef
+                )
                 replay.update_priorities(batch["index"], td_error)
 
         run.log_episodes(step, rollout)

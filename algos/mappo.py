@@ -269,8 +269,7 @@ def gae(reward, value, next_value, terminated, done, args: Args) -> Tensor:
     decay = args.discount * args.gae_lambda * (~done).to(delta)
     advantage, following = torch.empty_like(delta), torch.zeros_like(delta[0])
     for t in reversed(range(len(delta))):
-        following = delta[t] + decay[t] * following
-        advantage[t] = following
+        advantage[t] = following = delta[t] + decay[t] * following
     return advantage
 
 
@@ -352,8 +351,7 @@ def update(agent: Agent, optimizer, rollout, loss_gradient, args: Args) -> dict[
     (weights,) = optimizer.param_groups[0]["params"]  # all of them in one vector
     batch = prepare(agent, rollout, args)
     size, device = len(batch["obs"]), batch["obs"].device
-    sums: dict[str, Tensor] = {}
-    steps = 0
+    logged = []
     for _ in range(args.epochs):
         for index in torch.randperm(size, device=device).split(args.minibatch_size):
             if len(index) < 2:  # as in ppo.py
@@ -364,14 +362,12 @@ def update(agent: Agent, optimizer, rollout, loss_gradient, args: Args) -> dict[
             norm = losses["gradient_norm"] = weights.grad.norm()
             weights.grad.mul_((args.max_grad_norm / (norm + 1e-6)).clamp(max=1))
             optimizer.step()
-            for name, value in losses.items():
-                sums[name] = sums.get(name, 0) + value
-            steps += 1
+            logged.append(losses)
             if args.learning_rate_schedule == "adaptive":
                 adapt_learning_rate(optimizer, mean_over_learners(losses["kl"]), args.target_kl)
     agent.normalizer.update(rollout["obs"].flatten(-2))  # last, so that all saw one normaliser
     agent.state_normalizer.update(rollout["state"])
-    return {name: value / steps for name, value in sums.items()}
+    return {name: sum(losses[name] for losses in logged) / len(logged) for name in logged[0]}
 
 
 @torch.no_grad()

@@ -92,7 +92,7 @@ LIMITS = {
 
 # What differs by environment; a flag on the command line wins.
 TUNED = {
-    "Pendulum": {"total_steps": 10_000, "warmup_steps": 1000},
+    "Pendulum": dict(total_steps=10_000, warmup_steps=1000),
 }
 
 
@@ -139,6 +139,7 @@ class Agent(nn.Module):
         self.register_buffer("average_critic_loss", torch.ones(()))  # L̄
         self.register_buffer("critic_updates", torch.zeros((), dtype=torch.int64))  # n_Q
         self.register_buffer("policy_updates", torch.zeros((), dtype=torch.int64))  # n_π
+        self.target_entropy = -act_dim
         self.register_buffer("warm_up", torch.tensor(True))  # explore by uniform actions
         low, high = torch.tensor(action_space.low), torch.tensor(action_space.high)
         self.register_buffer("action_center", (high + low) / 2)
@@ -209,8 +210,7 @@ def actor_loss(agent: Agent, batch: dict, args: Args) -> tuple[Tensor, Tensor]:
 
 def temperature_loss(agent: Agent, log_prob: Tensor) -> Tensor:
     """− log α · E[ log π(ã|s) + H̄ ]: α grows while the entropy is below H̄."""
-    target_entropy = -len(agent.action_scale)
-    return -agent.actor.log_temperature * (log_prob + target_entropy).mean()
+    return -agent.actor.log_temperature * (log_prob + agent.target_entropy).mean()
 
 
 def policy_loss(agent: Agent, batch: dict, args: Args) -> tuple[Tensor, Tensor, Tensor]:

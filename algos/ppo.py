@@ -92,30 +92,20 @@ LIMITS = {
 
 # What differs by environment, as in the tables of papers; a flag on the command line wins.
 TUNED = {
-    "CartPole": {
-        **{"total_steps": 49_152, "eval_every": 10_000, "learning_rate": 1e-3, "gae_lambda": 0.98},
-    },
-    "Acrobot": {
-        **{"total_steps": 98_304, "eval_every": 20_000, "num_envs": 32, "minibatch_size": 256},
-        **{"learning_rate": 1e-3, "discount": 0.98},
-    },
-    "Ant": {
-        **{"total_steps": 2_500_000, "horizon": 32, "epochs": 4, "minibatch_size": 1024},
-        **{"learning_rate": 1e-3, "initial_log_std": -1.0},
-    },
-    "HalfCheetah": {
-        **{"horizon": 32, "minibatch_size": 128, "learning_rate": 3e-4, "initial_log_std": -1.0},
-        **{"discount": 0.98, "gae_lambda": 0.92},
-    },
-    "Hopper": {"learning_rate_schedule": "adaptive"},
-    "Walker2d": {"horizon": 32},
-    "Pendulum": {"minibatch_size": 1024, "learning_rate": 1e-3, "discount": 0.95},
-    "LunarLanderContinuous-v3": {"discount": 0.999, "gae_lambda": 0.98},
-    "BipedalWalker-v3": {
-        **{"total_steps": 2_500_000, "horizon": 256, "minibatch_size": 2048},
-        **{"learning_rate": 7e-4, "initial_log_std": -0.5},
-    },
-}
+    "CartPole": dict(total_steps=49_152, eval_every=10_000, learning_rate=1e-3, gae_lambda=0.98),
+    "Acrobot": dict(total_steps=98_304, eval_every=20_000, num_envs=32, minibatch_size=256,
+                    learning_rate=1e-3, discount=0.98),
+    "Ant": dict(total_steps=2_500_000, horizon=32, epochs=4, minibatch_size=1024,
+                learning_rate=1e-3, initial_log_std=-1.0),
+    "HalfCheetah": dict(horizon=32, minibatch_size=128, learning_rate=3e-4, initial_log_std=-1.0,
+                        discount=0.98, gae_lambda=0.92),
+    "Hopper": dict(learning_rate_schedule="adaptive"),
+    "Walker2d": dict(horizon=32),
+    "Pendulum": dict(minibatch_size=1024, learning_rate=1e-3, discount=0.95),
+    "LunarLanderContinuous-v3": dict(discount=0.999, gae_lambda=0.98),
+    "BipedalWalker-v3": dict(total_steps=2_500_000, horizon=256, minibatch_size=2048,
+                             learning_rate=7e-4, initial_log_std=-0.5),
+}  # fmt: skip
 
 
 class Normalizer(nn.Module):
@@ -252,8 +242,7 @@ def gae(reward, value, next_value, terminated, done, args: Args) -> Tensor:
     decay = args.discount * args.gae_lambda * (~done).to(delta)
     advantage, following = torch.empty_like(delta), torch.zeros_like(delta[0])
     for t in reversed(range(len(delta))):
-        following = delta[t] + decay[t] * following
-        advantage[t] = following
+        advantage[t] = following = delta[t] + decay[t] * following
     return advantage
 
 
@@ -303,9 +292,8 @@ def minibatch_loss(agent: Agent, batch: dict[str, Tensor], args: Args) -> tuple[
         "value": value_loss(agent.value(batch["obs"]), batch["value"], batch["returns"], args),
         "entropy": entropy.mean(),
     }
-    total = (
-        losses["policy"] + args.value_coef * losses["value"] - args.entropy_coef * losses["entropy"]
-    )
+    total = losses["policy"] + args.value_coef * losses["value"]
+    total = total - args.entropy_coef * losses["entropy"]
     with torch.no_grad():  # Schulman's estimator of the KL divergence, never negative
         losses["kl"] = (log_ratio.exp() - 1 - log_ratio).mean()
     return total, losses
@@ -316,8 +304,7 @@ def update(agent: Agent, optimizer, rollout, loss_gradient, args: Args) -> dict[
     (weights,) = optimizer.param_groups[0]["params"]  # all of them in one vector
     batch = prepare(agent, rollout, args)
     size, device = len(batch["obs"]), batch["obs"].device
-    sums: dict[str, Tensor] = {}
-    steps = 0
+    logged = []
     for _ in range(args.epochs):
         for index in torch.randperm(size, device=device).split(args.minibatch_size):
             if len(index) < 2:  # a single advantage cannot be normalised
@@ -328,13 +315,11 @@ def update(agent: Agent, optimizer, rollout, loss_gradient, args: Args) -> dict[
             norm = losses["gradient_norm"] = weights.grad.norm()
             weights.grad.mul_((args.max_grad_norm / (norm + 1e-6)).clamp(max=1))
             optimizer.step()
-            for name, value in losses.items():
-                sums[name] = sums.get(name, 0) + value
-            steps += 1
+            logged.append(losses)
             if args.learning_rate_schedule == "adaptive":
                 adapt_learning_rate(optimizer, mean_over_learners(losses["kl"]), args.target_kl)
     agent.normalizer.update(rollout["obs"])  # last, so that all of the above saw one normaliser
-    return {name: value / steps for name, value in sums.items()}
+    return {name: sum(losses[name] for losses in logged) / len(logged) for name in logged[0]}
 
 
 @torch.no_grad()

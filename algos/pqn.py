@@ -77,10 +77,10 @@ LIMITS = {
 
 # What differs by environment, as in the tables of papers; a flag on the command line wins.
 TUNED = {
-    "CartPole": {"total_steps": 49_664, "eval_every": 10_000},
-    "Acrobot": {"total_steps": 99_840, "eval_every": 20_000},
-    "MountainCar": {"total_steps": 119_808, "eval_every": 20_000},
-    "LunarLander-v3": {"total_steps": 299_520, "eval_every": 50_000},
+    "CartPole": dict(total_steps=49_664, eval_every=10_000),
+    "Acrobot": dict(total_steps=99_840, eval_every=20_000),
+    "MountainCar": dict(total_steps=119_808, eval_every=20_000),
+    "LunarLander-v3": dict(total_steps=299_520, eval_every=50_000),
 }
 
 
@@ -201,8 +201,7 @@ def update(agent: Agent, optimizer, rollout, loss_gradient, args: Args) -> dict[
     (weights,) = optimizer.param_groups[0]["params"]  # all of them in one vector
     batch = prepare(agent, rollout, args)
     size, device = len(batch["obs"]), batch["obs"].device
-    sums: dict[str, Tensor] = {}
-    steps = 0
+    logged = []
     for _ in range(args.epochs):
         for index in torch.randperm(size, device=device).split(args.minibatch_size):
             minibatch = {name: tensor[index] for name, tensor in batch.items()}
@@ -211,11 +210,9 @@ def update(agent: Agent, optimizer, rollout, loss_gradient, args: Args) -> dict[
             norm = losses["gradient_norm"] = weights.grad.norm()
             weights.grad.mul_((args.max_grad_norm / (norm + 1e-6)).clamp(max=1))
             optimizer.step()
-            for name, value in losses.items():
-                sums[name] = sums.get(name, 0) + value
-            steps += 1
+            logged.append(losses)
     agent.normalizer.update(rollout["obs"])  # last, so that all of the above saw one normaliser
-    return {name: value / steps for name, value in sums.items()}
+    return {name: sum(losses[name] for losses in logged) / len(logged) for name in logged[0]}
 
 
 def train(args: Args) -> Result:

@@ -157,11 +157,8 @@ class Mixer(nn.Module):
         self.bias1 = nn.Linear(state_dim, width)
         self.weight2 = nn.Linear(state_dim, width)
         self.bias2 = nn.Sequential(nn.Linear(state_dim, width), nn.ReLU(), nn.Linear(width, 1))
-        for layer, bias in (
-            (self.weight1, 1 / agents),
-            (self.bias1, 1),
-            (self.weight2, agents / width),
-        ):
+        layers = (self.weight1, 1 / agents), (self.bias1, 1), (self.weight2, agents / width)
+        for layer, bias in layers:
             nn.init.orthogonal_(layer.weight, 0.1 * bias)
             nn.init.constant_(layer.bias, bias)
 
@@ -233,16 +230,14 @@ class Agent(nn.Module):
 
     def unroll(self, obs: Tensor, hidden: Tensor, done: Tensor) -> tuple[Tensor, Tensor]:
         """Stretches obs (T, B, A, obs_dim) from hidden (B, A, H) -> Q (T, B, A, n), memories."""
-        x = self.encode(obs)
         if not self.recurrent:
-            memories = self.remember(x, x)
-        else:
-            states = []
-            for t in range(len(obs)):
-                hidden = self.remember(x[t], hidden)
-                states.append(hidden)
-                hidden = hidden * ~done[t].view(-1, 1, 1)  # the next episode begins without
-            memories = torch.stack(states)
+            return self.step(obs, hidden)  # which does not look at `hidden`
+        x, states = self.encode(obs), []
+        for t in range(len(obs)):
+            hidden = self.remember(x[t], hidden)
+            states.append(hidden)
+            hidden = hidden * ~done[t].view(-1, 1, 1)  # the next episode begins without
+        memories = torch.stack(states)
         return self.values(obs, memories), memories
 
     def mix(self, q: Tensor, state: Tensor) -> Tensor:

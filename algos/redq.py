@@ -104,12 +104,12 @@ LIMITS = {
 
 # What differs by environment; a flag on the command line wins.
 TUNED = {
-    "Hopper": {"target_entropy": -1.0},
-    "HalfCheetah": {"target_entropy": -3.0},
-    "Walker2d": {"target_entropy": -3.0},
-    "Ant": {"target_entropy": -4.0},
-    "Humanoid": {"target_entropy": -2.0},
-    "Pendulum": {"total_steps": 2500, "warmup_steps": 500, "hidden_size": 64},
+    "Hopper": dict(target_entropy=-1.0),
+    "HalfCheetah": dict(target_entropy=-3.0),
+    "Walker2d": dict(target_entropy=-3.0),
+    "Ant": dict(target_entropy=-4.0),
+    "Humanoid": dict(target_entropy=-2.0),
+    "Pendulum": dict(total_steps=2500, warmup_steps=500, hidden_size=64),
 }
 
 
@@ -153,6 +153,7 @@ class Agent(nn.Module):
         self.actor = mlp(obs_dim, args.hidden_size, 2 * act_dim)
         self.actor.log_temperature = nn.Parameter(torch.zeros(()))  # in the actor's optimizer
         self.critics = Critics(args.ensemble_size, obs_dim + act_dim, args.hidden_size)
+        self.target_entropy = args.target_entropy or -act_dim
         self.register_buffer("warm_up", torch.tensor(True))  # explore by uniform actions
         low, high = torch.tensor(action_space.low), torch.tensor(action_space.high)
         self.register_buffer("action_center", (high + low) / 2)
@@ -223,16 +224,15 @@ def actor_loss(agent: Agent, batch: dict, args: Args) -> tuple[Tensor, Tensor]:
     return (temperature * log_prob - value).mean(), log_prob.detach()
 
 
-def temperature_loss(agent: Agent, log_prob: Tensor, args: Args) -> Tensor:
+def temperature_loss(agent: Agent, log_prob: Tensor) -> Tensor:
     """− log α · E[ log π(ã|s) + H̄ ]: α grows while the entropy is below H̄."""
-    target_entropy = args.target_entropy or -len(agent.action_scale)
-    return -agent.actor.log_temperature * (log_prob + target_entropy).mean()
+    return -agent.actor.log_temperature * (log_prob + agent.target_entropy).mean()
 
 
 def policy_loss(agent: Agent, batch: dict, args: Args) -> tuple[Tensor, Tensor, Tensor]:
     """What actor and temperature lower together, the actor's part of it, log π(ã|s) (B,)."""
     loss, log_prob = actor_loss(agent, batch, args)
-    return loss + temperature_loss(agent, log_prob, args), loss, log_prob
+    return loss + temperature_loss(agent, log_prob), loss, log_prob
 
 
 def gradient_step(gradient: Tensor, optimizer, max_grad_norm: float) -> None:

@@ -90,7 +90,7 @@ LIMITS = {
 
 # What differs by environment; a flag on the command line wins.
 TUNED = {
-    "Pendulum": {"total_steps": 10_000, "warmup_steps": 1000},
+    "Pendulum": dict(total_steps=10_000, warmup_steps=1000),
 }
 
 
@@ -134,6 +134,7 @@ class Agent(nn.Module):
         self.actor = mlp(obs_dim, args.hidden_size, 2 * act_dim)
         self.actor.log_temperature = nn.Parameter(torch.zeros(()))  # in the actor's optimizer
         self.critics = Critics(2, obs_dim + act_dim, args.hidden_size)
+        self.target_entropy = -act_dim
         self.register_buffer("warm_up", torch.tensor(True))  # explore by uniform actions
         low, high = torch.tensor(action_space.low), torch.tensor(action_space.high)
         self.register_buffer("action_center", (high + low) / 2)
@@ -204,8 +205,7 @@ def actor_loss(agent: Agent, batch: dict, args: Args) -> tuple[Tensor, Tensor]:
 
 def temperature_loss(agent: Agent, log_prob: Tensor) -> Tensor:
     """− log α · E[ log π(ã|s) + H̄ ]: α grows while the entropy is below H̄."""
-    target_entropy = -len(agent.action_scale)
-    return -agent.actor.log_temperature * (log_prob + target_entropy).mean()
+    return -agent.actor.log_temperature * (log_prob + agent.target_entropy).mean()
 
 
 def policy_loss(agent: Agent, batch: dict, args: Args) -> tuple[Tensor, Tensor, Tensor]:
@@ -240,9 +240,9 @@ def update(agent, target, optimizers, batch, gradients, args: Args) -> tuple[dic
     gradient_step(gradient, critic_optimizer, args.max_grad_norm)
     gradient, _, losses["actor"], log_prob = actor_gradient(agent, batch, args)
     gradient_step(gradient, actor_optimizer, args.max_grad_norm)
-    move_target(target, agent.critics, args.polyak)
     losses["entropy"] = -log_prob.mean()
     losses["temperature"] = agent.actor.log_temperature.exp()
+    move_target(target, agent.critics, args.polyak)
     return losses, td_error
 
 

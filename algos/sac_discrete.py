@@ -102,18 +102,14 @@ LIMITS = {
 
 # What differs by environment, as in the tables of papers; a flag on the command line wins.
 TUNED = {
-    "CartPole": {
-        **{"total_steps": 50_000, "eval_every": 10_000, "utd_ratio": 1.0, "learning_rate": 3e-4},
-        **{"exploration_fraction": 0.5},
-    },
-    "Acrobot": {
-        **{"total_steps": 100_000, "eval_every": 20_000, "n_step": 3, "utd_ratio": 1.0},
-        **{"hidden_size": 256, "polyak": 0.005, "exploration_length": 6, "warmup_steps": 5000},
-        **{"exploration_fraction": 0.3, "initial_temperature": 1.0},
-    },
-    "MountainCar": {"total_steps": 120_000, "eval_every": 20_000},
-    "LunarLander-v3": {"total_steps": 300_000, "eval_every": 50_000},
-}
+    "CartPole": dict(total_steps=50_000, eval_every=10_000, utd_ratio=1.0, learning_rate=3e-4,
+                     exploration_fraction=0.5),
+    "Acrobot": dict(total_steps=100_000, eval_every=20_000, n_step=3, utd_ratio=1.0,
+                    hidden_size=256, polyak=0.005, exploration_length=6, warmup_steps=5000,
+                    exploration_fraction=0.3, initial_temperature=1.0),
+    "MountainCar": dict(total_steps=120_000, eval_every=20_000),
+    "LunarLander-v3": dict(total_steps=300_000, eval_every=50_000),
+}  # fmt: skip
 
 
 class Normalizer(nn.Module):

@@ -102,7 +102,7 @@ LIMITS = {
 
 # What differs by environment; a flag on the command line wins.
 TUNED = {
-    "Pendulum": {"total_steps": 10_000, "warmup_steps": 1000},
+    "Pendulum": dict(total_steps=10_000, warmup_steps=1000),
 }
 
 
@@ -146,6 +146,7 @@ class Agent(nn.Module):
         self.actor = mlp(obs_dim, args.hidden_size, 2 * act_dim)
         self.actor.log_temperature = nn.Parameter(torch.zeros(()))  # in the actor's optimizer
         self.critics = Critics(2, obs_dim + act_dim, args.hidden_size)
+        self.target_entropy = -act_dim
         self.register_buffer("warm_up", torch.tensor(True))  # explore by uniform actions
         low, high = torch.tensor(action_space.low), torch.tensor(action_space.high)
         self.register_buffer("action_center", (high + low) / 2)
@@ -243,8 +244,7 @@ def actor_loss(agent: Agent, batch: dict, args: Args) -> tuple[Tensor, Tensor]:
 
 def temperature_loss(agent: Agent, log_prob: Tensor) -> Tensor:
     """− log α · E[ log π(ã|s) + H̄ ]: α grows while the entropy is below H̄."""
-    target_entropy = -len(agent.action_scale)
-    return -agent.actor.log_temperature * (log_prob + target_entropy).mean()
+    return -agent.actor.log_temperature * (log_prob + agent.target_entropy).mean()
 
 
 def policy_loss(agent: Agent, batch: dict, args: Args) -> tuple[Tensor, Tensor, Tensor]:
@@ -311,9 +311,7 @@ def move_target(target: nn.Module, network: nn.Module, polyak: float) -> None:
         theirs.lerp_(ours, polyak)
 
 
-def update(
-    agent, target, optimizers, batch, gradients, args: Args, windows=None, coef: float = 0.0
-) -> tuple[dict, Tensor]:
+def update(agent, target, optimizers, batch, gradients, args, windows, coef) -> tuple[dict, Tensor]:
     """One step of critics, actor and temperature -> what to log, the TD errors (B,)."""
     critic_optimizer, actor_optimizer = optimizers
     critic_gradient, actor_gradient, hamiltonian_gradient = gradients
@@ -326,9 +324,9 @@ def update(
         losses |= {"hamiltonian": loss, "effective_sample_size": size}
         gradient = add_capped(gradient, term, coef)
     gradient_step(gradient, actor_optimizer, args.max_grad_norm)
-    move_target(target, agent.critics, args.polyak)
     losses["entropy"] = -log_prob.mean()
     losses["temperature"] = agent.actor.log_temperature.exp()
+    move_target(target, agent.critics, args.polyak)
     return losses, td_error
 
 
@@ -367,8 +365,10 @@ def train(args: Args) -> Result:
             coef = args.hterm_coef * (1 - before / args.total_steps)
             for _ in range(int(before * args.utd_ratio), int(step * args.utd_ratio)):
                 batch = replay.sample(args.batch_size)
-                term = (replay.windows(*window_shape, args.hterm_newest), coef) if coef > 0 else ()
-                losses, td_error = update(agent, target, optimizers, batch, gradients, args, *term)
+                windows = replay.windows(*window_shape, args.hterm_newest) if coef > 0 else None
+                losses, td_error = update(
+                    agent, target, optimizers, batch, gradients, args, windows, coef
+                )
                 replay.update_priorities(batch["index"], td_error)
 
         run.log_episodes(step, rollout)

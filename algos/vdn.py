@@ -210,16 +210,14 @@ class Agent(nn.Module):
 
     def unroll(self, obs: Tensor, hidden: Tensor, done: Tensor) -> tuple[Tensor, Tensor]:
         """Stretches obs (T, B, A, obs_dim) from hidden (B, A, H) -> Q (T, B, A, n), memories."""
-        x = self.encode(obs)
         if not self.recurrent:
-            memories = self.remember(x, x)
-        else:
-            states = []
-            for t in range(len(obs)):
-                hidden = self.remember(x[t], hidden)
-                states.append(hidden)
-                hidden = hidden * ~done[t].view(-1, 1, 1)  # the next episode begins without
-            memories = torch.stack(states)
+            return self.step(obs, hidden)  # which does not look at `hidden`
+        x, states = self.encode(obs), []
+        for t in range(len(obs)):
+            hidden = self.remember(x[t], hidden)
+            states.append(hidden)
+            hidden = hidden * ~done[t].view(-1, 1, 1)  # the next episode begins without
+        memories = torch.stack(states)
         return self.values(obs, memories), memories
 
     def mix(self, q: Tensor) -> Tensor:

@@ -253,7 +253,7 @@ def test_without_a_gl(monkeypatch, runs, tmp_path):
 
 def test_mp4_without_ffmpeg(monkeypatch, runs, tmp_path):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r'pip install "crane-rl\[video\]"'):
+    with pytest.raises(UserError, match=r'pip install "imageio\[ffmpeg\]"'):
         call(runs["CartPole"], video=str(tmp_path / "film.mp4"))
 
 

@@ -33,10 +33,7 @@ PAIRS = {
     ("ppo", "ppo_hterm_variants"): {"Args", "prepare", "update", "train"},
     ("ddpg", "td3"): {"Args", "Agent", "collect", "critic_loss", "actor_loss", "update", "train"},
     ("td3", "sac"): {"Args", "Agent", "critic_loss", "actor_loss", "update", "train"},
-    ("sac", "redq"): {
-        *{"Args", "Agent", "critic_loss", "actor_loss", "temperature_loss", "policy_loss"},
-        *{"update", "train"},
-    },
+    ("sac", "redq"): {"Args", "Agent", "critic_loss", "actor_loss", "update", "train"},
     ("sac", "mod_sac"): {"Args", "Agent", "update", "train"},
     ("sac", "crossq"): {
         *{"Args", "mlp", "Critics", "Agent", "critic_loss", "actor_loss", "update", "train"},
