@@ -66,7 +66,7 @@ class Args(RunArgs):
     batch_size: int = 8
     """stretches of one gradient step"""
     buffer_size: int = 2000
-    """stretches in the replay buffer, at least one of each environment"""
+    """stretches in the replay buffer, rounded up to a multiple of --num-envs"""
     save_replay: bool = True
     """keep the replay buffer in checkpoints: a resumed run goes on exactly"""
     prioritized: bool = False

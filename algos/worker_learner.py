@@ -1016,7 +1016,7 @@ class ReplayBuffer:
         kept = {k: x for k, x in rollout.items() if not k.startswith("episode_")}
         needed = size * sum(x[0, 0].numel() * x.element_size() for x in kept.values())
         needed += prioritized * 4 * size
-        if run.device.type == "cpu":  # which all learners of this machine share
+        if self._learners > 1 and run.device.type == "cpu":  # this machine's learners share it
             needed *= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         if needed > (free := _free_memory(run.device)):
             raise UserError(

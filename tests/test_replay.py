@@ -279,9 +279,11 @@ def test_too_large_a_buffer_is_an_error_that_names_the_size(monkeypatch):
         ReplayBuffer(fake_run(), empty, 3)
     monkeypatch.setattr(worker_learner, "_free_memory", lambda device: 2**30)
     ReplayBuffer(fake_run(), empty, 20_000_000)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # two learners on this machine: a part each
-    with pytest.raises(UserError, match=r"--buffer-size is 20000000, which needs 1\.1 GiB"):
-        ReplayBuffer(fake_run(), empty, 20_000_000)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    ReplayBuffer(fake_run(), empty, 20_000_000)  # it stands there, but this run is alone
+    monkeypatch.setattr(worker_learner, "count_learners", lambda: 2)  # a part each
+    with pytest.raises(UserError, match=r"--buffer-size is 40000000, which needs 1\.1 GiB"):
+        ReplayBuffer(fake_run(), empty, 40_000_000)
 
 
 @pytest.mark.parametrize("prioritized", [False, True])
