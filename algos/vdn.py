@@ -340,7 +340,7 @@ def train(args: Args) -> Result:
         agent, args.horizon, alive=agents, next_alive=agents, hidden=memory, next_hidden=memory
     )
     first = stretches({**rollout, "reward": rollout["reward"].sum(-1)})
-    size = max(args.buffer_size, args.num_envs * run.learners)
+    size = max(args.buffer_size, args.num_envs * run.learners)  # one rollout at least
     replay = ReplayBuffer(run, first, size, prioritized=args.prioritized)
     loss_gradient = run.gradient(td_loss, agent)
     step = run.start(
