@@ -286,6 +286,73 @@ def test_nothing_after_an_episodes_end_reaches_a_window():
     assert torch.equal(g[0, :2], again[0, :2])
 
 
+def test_old_windows_count_by_their_exact_ratio():
+    """Three rollouts, of which two are kept, against loops over windows and steps."""
+    torch.manual_seed(0)
+    options = {"hterm_rollouts": 2, "hterm_length": 3, "hidden_size": 4}
+    args = ppo_hterm_variants.Args(num_envs=2, **options)
+    agent = ppo_hterm_variants.Agent(OBS, BOX, args).double()
+    agent.normalizer.mean.fill_(0.3)
+    agent.reward_scaler.statistics.var.fill_(4.0)
+    torch.nn.init.normal_(agent.actor[-1].weight)
+    kept = []
+    for _ in range(3):
+        rollout = {name: torch.randn(5, 2, 3).double() for name in ("obs", "next_obs")}
+        rollout["action"] = torch.randn(5, 2, 2).double()
+        rollout["reward"] = torch.randn(5, 2).double()
+        rollout["terminated"] = torch.rand(5, 2) < 0.2
+        rollout["done"] = rollout["terminated"] | (torch.rand(5, 2) < 0.2)
+        x = agent.normalizer(rollout["obs"])
+        rollout["old"] = agent.log_prob_entropy(x, rollout["action"])[0].detach()
+        rollout["b"] = rollout["old"] + 0.5 * torch.randn(5, 2).double()
+        if not kept:
+            windows = ppo_hterm_variants.Windows(rollout, args).double()
+        windows.keep_last(rollout, rollout["b"].flatten())
+        kept.append(rollout)
+        spins = windows.recent(agent, args)
+        assert len(spins["mask"]) == 6 * min(len(kept), 2)  # 3 beginnings, 2 envs
+
+    with torch.no_grad():  # the policy has moved since
+        agent.actor[-1].weight.add_(0.1 * torch.randn_like(agent.actor[-1].weight))
+    term, logged = ppo_hterm_variants.chain_term(agent, spins, windows, args)
+    parts, factors, weights = [], [], []  # of each living step of each window
+    for rollout, begin, env in itertools.product(kept[1:], range(3), range(2)):
+        times = range(begin, begin + 3)
+        ends = [t for t in times if rollout["done"][t, env]]
+        times = range(begin, min([*ends, times[-1]]) + 1)
+        deltas, ratios, olds, clips = [], [], [], []
+        for t in times:
+            x, following = (agent.normalizer(rollout[n][t, env]) for n in ("obs", "next_obs"))
+            future = 0.0 if rollout["terminated"][t, env] else 0.99 * agent.value(following).item()
+            reward = rollout["reward"][t, env].item() / 2
+            deltas.append(reward + future - agent.value(x).item())
+            log_prob = agent.log_prob_entropy(x, rollout["action"][t, env])[0]
+            old, b = rollout["old"][t, env], rollout["b"][t, env]
+            ratios.append((log_prob - b).exp().item())
+            olds.append((old - b).exp().item())
+            clips.append((log_prob - old).exp())
+        for i in range(len(times)):
+            g = 0.0
+            for j in range(i, len(times)):
+                others = [ratios[k] for k in range(j + 1) if k != i]
+                g += 0.99**j * min(1.0, np.prod(others)) * deltas[j]
+            parts.append(g * min(1.0, olds[i]))
+            factors.append(clips[i])
+            weights.append(min(1.0, np.prod(ratios[: i + 1])))
+    g = np.array(parts) - np.mean(parts)
+    g = g / (np.sqrt(0.99 + 0.01 * np.mean(g**2)) + 1e-6)  # the average of squares begins at 1
+    loss = torch.zeros(())
+    for factor, worth in zip(factors, g, strict=True):
+        loss = loss - torch.minimum(factor * worth, factor.clamp(0.8, 1.2) * worth) / len(g)
+    effective = np.sum(weights) ** 2 / np.sum(np.square(weights))
+    assert 0.3 * len(g) < effective < 0.99 * len(g)  # so there is something to be seen
+    torch.testing.assert_close(logged["effective_sample_size"].item(), effective)
+    torch.testing.assert_close(term, loss.double())
+    actor = list(agent.actor.parameters())
+    ours, theirs = torch.autograd.grad(term, actor), torch.autograd.grad(loss, actor)
+    torch.testing.assert_close(ours, theirs, atol=1e-9, rtol=1e-6)
+
+
 @pytest.mark.parametrize("form", ["boltzmann", "uniform"])
 def test_any_step_is_drawn_alike(form):
     levels = torch.linspace(-5, 5, 20)
