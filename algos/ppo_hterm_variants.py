@@ -5,18 +5,16 @@ what followed them: a policy gradient along windows. On Hopper (10 fresh seeds) 
 ppo.py, of whose variance chain left 0.25 [0.04, 1.53] and published 2.32 [0.09, 22.78]; they missed
 its interquartile mean by 293 [−65, 645] and 305 [−80, 1422] (benchmark/README.md).
 
-`--hterm chain`, the TD-coupled K-spin chain. A window is K steps of an env in this rollout;
+`--hterm chain`, the TD-coupled K-spin chain. A window has K steps of one env from this rollout;
 m_j is 1 until an episode ends inside it, δ_j the TD error, ρ_j = π_θ/π_old, c_j = Σ_{i≤j} log ρ_i:
 
     v_ij = min(1, exp(c_j − log ρ_i))              ratio of the chain so far without its own link
     g_i  = Σ_{j≥i} γ^j m_j v_ij δ_j                both without gradient; ĝ: centred, scaled to 1
     L_H  = − (1/Σm) Σ m_i min( ρ_i ĝ_i , clip(ρ_i, 1−ε, 1+ε) ĝ_i )
 
-With `--hterm-rollouts 4` windows come from the last four rollouts, δ by the present critic: c_j has
-π_θ/b then, b the policy that collected the window, and g_i the factor min(1, π_old/b) of its own
-link. Without truncations and clip the gradient is that of −J_K, the expected K-step bootstrapped
-return. λ falls linearly to 0, and ‖λ∇L_H‖ is held below a quarter of ‖∇L_PPO‖. `--window-selection
-top` takes the windows with the best K-step rewards instead, which is self-imitation.
+Without truncation and clip its gradient is that of −J_K, the expected K-step bootstrapped return.
+λ falls linearly to 0, and ‖λ∇L_H‖ is held below a quarter of ‖∇L_PPO‖. `--window-selection top`
+takes the windows with the best K-step rewards instead, which is self-imitation.
 
 `--hterm published`, the last variant that ElegantRL had (2023), from its formula:
 
@@ -95,8 +93,6 @@ class Args(RunArgs):
     """λ, weight of the H-term at first; it falls linearly to zero (0: ppo.py)"""
     hterm_length: int = 8
     """K, steps of a window"""
-    hterm_rollouts: int = 1
-    """chain: windows come from so many of the last rollouts"""
     hterm_windows: int = 0
     """L, windows of a minibatch (0: as many as make its size)"""
     window_selection: Literal["uniform", "top"] = "uniform"
@@ -112,7 +108,7 @@ LIMITS = {
     **dict.fromkeys(("discount", "gae_lambda"), (0, 1)),
     **dict.fromkeys(("target_kl", "max_grad_norm"), (1e-9, None)),
     "initial_log_std": (-10, 10),
-    **dict.fromkeys(("hterm_length", "hterm_rollouts"), (1, None)),
+    "hterm_length": (1, None),
 }
 
 # What differs by environment, as in the tables of papers; a flag on the command line wins.
@@ -174,9 +170,6 @@ class RewardScaler(nn.Module):
             returns[t] = self.discounted_return
             self.discounted_return.masked_fill_(done[t], 0)
         self.statistics.update(returns.unsqueeze(-1))
-        return self.scale(reward)
-
-    def scale(self, reward: Tensor) -> Tensor:
         return (reward * torch.rsqrt(self.statistics.var + 1e-8)).clamp(-10, 10)
 
 
@@ -303,6 +296,7 @@ def prepare(agent: Agent, rollout: dict[str, Tensor], args: Args) -> dict[str, T
         "action": rollout["action"],
         "log_prob": agent.log_prob_entropy(obs, rollout["action"])[0],
         "value": value,
+        "delta": reward + args.discount * next_value * ~rollout["terminated"] - value,
         "advantage": advantage,
         "returns": advantage + value,
     }
@@ -330,49 +324,18 @@ def minibatch_loss(agent: Agent, batch: dict[str, Tensor], args: Args) -> tuple[
 class Windows(nn.Module):
     """Where the H-term's windows of K steps come from: tensors (windows, K, ...)."""
 
-    NAMES = ("obs", "next_obs", "action", "behaviour", "reward", "terminated", "done")
-
     def __init__(self, rollout: dict[str, Tensor], args: Args):
         super().__init__()
         self.length = args.hterm_length
         self.count = args.hterm_windows or max(1, args.minibatch_size // args.hterm_length)
         self.register_buffer("g_square", torch.ones((), device=rollout["obs"].device))
-        if args.hterm == "chain":  # the last rollouts, (R, T, N, ...)
-            self.register_buffer("added", torch.tensor(0))
-            for name in self.NAMES:
-                source = rollout["reward" if name == "behaviour" else name]
-                empty = torch.zeros_like(source).unsqueeze(0)
-                self.register_buffer(name, empty.repeat_interleave(args.hterm_rollouts, 0))
-            return
-        for name in ("obs", "action", "reward", "mask"):  # the archive, at first without worth
-            source = rollout["reward" if name == "mask" else name]
-            shape = (4 * self.count, self.length, *source.shape[2:])
-            self.register_buffer(name, torch.zeros(shape, dtype=source.dtype).to(source.device))
-        worth = torch.full((4 * self.count,), -math.inf, device=rollout["obs"].device)
-        self.register_buffer("worth", worth)
-
-    def keep_last(self, rollout: dict[str, Tensor], log_prob: Tensor) -> None:
-        """chain: put a rollout, and log b of its actions (T·N), in the place of the oldest."""
-        place = int(self.added) % len(self.done)
-        for name in self.NAMES:
-            source = log_prob.view_as(rollout["done"]) if name == "behaviour" else rollout[name]
-            getattr(self, name)[place] = source
-        self.added += 1
-
-    @torch.no_grad()
-    def recent(self, agent: Agent, args: Args) -> dict[str, Tensor]:
-        """chain: all windows of the last rollouts, with δ and log π_old of the present agent."""
-        filled = min(int(self.added), len(self.done))
-        kept = {  # (T, R·N, ...)
-            name: getattr(self, name)[:filled].transpose(0, 1).flatten(1, 2) for name in self.NAMES
-        }
-        kept["obs"] = obs = agent.normalizer(kept["obs"])
-        value = agent.value(obs)
-        next_value = agent.value(agent.normalizer(kept.pop("next_obs")))
-        reward = agent.reward_scaler.scale(kept["reward"])
-        kept["delta"] = reward + args.discount * next_value * ~kept.pop("terminated") - value
-        kept["log_prob"] = agent.log_prob_entropy(obs, kept["action"])[0]
-        return self.cut(kept)
+        if args.hterm == "published":  # the archive, at first without any worth
+            for name in ("obs", "action", "reward", "mask"):
+                source = rollout["reward" if name == "mask" else name]
+                shape = (4 * self.count, self.length, *source.shape[2:])
+                self.register_buffer(name, torch.zeros(shape, dtype=source.dtype).to(source.device))
+            worth = torch.full((4 * self.count,), -math.inf, device=rollout["obs"].device)
+            self.register_buffer("worth", worth)
 
     def cut(self, steps: dict[str, Tensor]) -> dict[str, Tensor]:
         """All windows in tensors (T, N, ...) -> (windows, K, ...), with their mask m."""
@@ -394,7 +357,7 @@ class Windows(nn.Module):
             getattr(self, name).copy_(both[best])
 
     def draw(self, windows: dict[str, Tensor], selection: str) -> dict[str, Tensor]:
-        """chain: some of the windows, any or the best by K-step reward."""
+        """chain: some of this rollout's windows, any or the best by K-step reward."""
         if selection == "top":
             index = windows["worth"].topk(min(self.count, len(windows["worth"]))).indices
         else:
@@ -417,18 +380,15 @@ def chain_gradient(
 def chain_term(agent: Agent, spins: dict, windows: Windows, args: Args) -> tuple[Tensor, dict]:
     """− (1/Σm) Σ m_i min( ρ_i ĝ_i , clip(ρ_i, 1−ε, 1+ε) ĝ_i ), and what to log of it."""
     mask, total = spins["mask"], mean_over_learners(spins["mask"].sum())
-    log_prob = agent.log_prob_entropy(spins["obs"], spins["action"])[0]
+    log_ratio = agent.log_prob_entropy(spins["obs"], spins["action"])[0] - spins["log_prob"]
     with torch.no_grad():
-        age = spins["log_prob"] - spins["behaviour"]  # log π_old/b, 0 in this rollout
-        log_ratio = log_prob - spins["behaviour"]
         g = chain_gradient(log_ratio, spins["delta"], mask, args.discount)
-        g = g * age.exp().clamp(max=1)
         g = g - mean_over_learners((g * mask).sum()) / total
         windows.g_square.lerp_(mean_over_learners((g.square() * mask).sum()) / total, 0.01)
         g = g / (windows.g_square.sqrt() + 1e-6)
         w = mask * (log_ratio * mask).cumsum(1).exp().clamp(max=1)
         effective = w.sum().square() / (w.square().sum() + 1e-8)
-    ratio = (log_prob - spins["log_prob"]).exp()
+    ratio = log_ratio.exp()
     clipped = ratio.clamp(1 - args.clip, 1 + args.clip)
     loss = -(mask * torch.minimum(ratio * g, clipped * g)).sum() / total
     return loss, {"hamiltonian": loss, "effective_sample_size": effective}
@@ -462,8 +422,9 @@ def update(agent, optimizer, rollout, gradients, args, windows, coef) -> dict[st
     if coef > 0 and args.hterm == "published":
         windows.keep_best(windows.cut(rollout))
     elif coef > 0:
-        windows.keep_last(rollout, batch["log_prob"])
-        spins = windows.recent(agent, args)
+        names, shape = ("obs", "action", "log_prob", "delta"), rollout["done"].shape
+        whole = {name: batch[name].unflatten(0, shape) for name in names}
+        spins = windows.cut(whole | {name: rollout[name] for name in ("done", "reward")})
     size, device = len(batch["obs"]), batch["obs"].device
     logged = []
     for _ in range(args.epochs):

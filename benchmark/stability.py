@@ -42,7 +42,6 @@ ARMS = {
     "memory": "ppo_hterm",
     "compute": "ppo_hterm --hterm-weight uniform",  # the same passes without the idea
     "chain": "ppo_hterm_variants --hterm chain",
-    "chains4": "ppo_hterm_variants --hterm-rollouts 4",
     "published": "ppo_hterm_variants --hterm published",
     # for Hopper: the base with the learning rate of `memory`; then with its noise too
     "rate": "ppo --learning-rate-schedule anneal",

@@ -286,68 +286,40 @@ def test_nothing_after_an_episodes_end_reaches_a_window():
     assert torch.equal(g[0, :2], again[0, :2])
 
 
-def test_old_windows_count_by_their_exact_ratio():
-    """Three rollouts, of which two are kept, against loops over windows and steps."""
+def test_the_chain_term_against_loops():
+    """The loss, its gradient and the effective sample size, window by window and step by step."""
     torch.manual_seed(0)
-    options = {"hterm_rollouts": 2, "hterm_length": 3, "hidden_size": 4}
-    args = ppo_hterm_variants.Args(num_envs=2, **options)
+    args = ppo_hterm_variants.Args(num_envs=2, hterm_length=3, hidden_size=4)
     agent = ppo_hterm_variants.Agent(OBS, BOX, args).double()
-    agent.normalizer.mean.fill_(0.3)
-    agent.reward_scaler.statistics.var.fill_(4.0)
-    torch.nn.init.normal_(agent.actor[-1].weight)
-    kept = []
-    for _ in range(3):
-        rollout = {name: torch.randn(5, 2, 3).double() for name in ("obs", "next_obs")}
-        rollout["action"] = torch.randn(5, 2, 2).double()
-        rollout["reward"] = torch.randn(5, 2).double()
-        rollout["terminated"] = torch.rand(5, 2) < 0.2
-        rollout["done"] = rollout["terminated"] | (torch.rand(5, 2) < 0.2)
-        x = agent.normalizer(rollout["obs"])
-        rollout["old"] = agent.log_prob_entropy(x, rollout["action"])[0].detach()
-        rollout["b"] = rollout["old"] + 0.5 * torch.randn(5, 2).double()
-        if not kept:
-            windows = ppo_hterm_variants.Windows(rollout, args).double()
-        windows.keep_last(rollout, rollout["b"].flatten())
-        kept.append(rollout)
-        spins = windows.recent(agent, args)
-        assert len(spins["mask"]) == 6 * min(len(kept), 2)  # 3 beginnings, 2 envs
+    rollout = {"obs": torch.randn(5, 2, 3).double(), "action": torch.randn(5, 2, 2).double()}
+    rollout |= {"reward": torch.randn(5, 2).double(), "delta": torch.randn(5, 2).double()}
+    rollout["done"] = torch.zeros(5, 2, dtype=torch.bool)
+    rollout["done"][2, 0] = rollout["done"][0, 1] = True
+    now = agent.log_prob_entropy(rollout["obs"], rollout["action"])[0].detach()
+    rollout["log_prob"] = now + 0.6 * torch.randn(5, 2).double()  # the policy has moved since
+    windows = ppo_hterm_variants.Windows(rollout, args).double()
+    term, logged = ppo_hterm_variants.chain_term(agent, windows.cut(rollout), windows, args)
 
-    with torch.no_grad():  # the policy has moved since
-        agent.actor[-1].weight.add_(0.1 * torch.randn_like(agent.actor[-1].weight))
-    term, logged = ppo_hterm_variants.chain_term(agent, spins, windows, args)
-    parts, factors, weights = [], [], []  # of each living step of each window
-    for rollout, begin, env in itertools.product(kept[1:], range(3), range(2)):
-        times = range(begin, begin + 3)
-        ends = [t for t in times if rollout["done"][t, env]]
-        times = range(begin, min([*ends, times[-1]]) + 1)
-        deltas, ratios, olds, clips = [], [], [], []
-        for t in times:
-            x, following = (agent.normalizer(rollout[n][t, env]) for n in ("obs", "next_obs"))
-            future = 0.0 if rollout["terminated"][t, env] else 0.99 * agent.value(following).item()
-            reward = rollout["reward"][t, env].item() / 2
-            deltas.append(reward + future - agent.value(x).item())
-            log_prob = agent.log_prob_entropy(x, rollout["action"][t, env])[0]
-            old, b = rollout["old"][t, env], rollout["b"][t, env]
-            ratios.append((log_prob - b).exp().item())
-            olds.append((old - b).exp().item())
-            clips.append((log_prob - old).exp())
-        for i in range(len(times)):
-            g = 0.0
-            for j in range(i, len(times)):
-                others = [ratios[k] for k in range(j + 1) if k != i]
-                g += 0.99**j * min(1.0, np.prod(others)) * deltas[j]
-            parts.append(g * min(1.0, olds[i]))
-            factors.append(clips[i])
-            weights.append(min(1.0, np.prod(ratios[: i + 1])))
-    g = np.array(parts) - np.mean(parts)
+    worths, ratios, weights = [], [], []  # of each living step of each window
+    for begin, env in itertools.product(range(3), range(2)):
+        ends = [t for t in range(begin, begin + 3) if rollout["done"][t, env]]
+        steps = [(t, env) for t in range(begin, min([*ends, begin + 2]) + 1)]
+        rho = [(now[step] - rollout["log_prob"][step]).exp().item() for step in steps]
+        for i, step in enumerate(steps):
+            chains = [np.prod(rho[: j + 1]) / rho[i] for j in range(len(steps))]
+            deltas = [0.99**j * rollout["delta"][s].item() for j, s in enumerate(steps)]
+            worths.append(sum(min(1, chains[j]) * deltas[j] for j in range(i, len(steps))))
+            weights.append(min(1, np.prod(rho[: i + 1])))
+            log_prob = agent.log_prob_entropy(rollout["obs"][step], rollout["action"][step])[0]
+            ratios.append((log_prob - rollout["log_prob"][step]).exp())
+    g = np.array(worths) - np.mean(worths)
     g = g / (np.sqrt(0.99 + 0.01 * np.mean(g**2)) + 1e-6)  # the average of squares begins at 1
-    loss = torch.zeros(())
-    for factor, worth in zip(factors, g, strict=True):
-        loss = loss - torch.minimum(factor * worth, factor.clamp(0.8, 1.2) * worth) / len(g)
+    gains = [torch.minimum(r * x, r.clamp(0.8, 1.2) * x) for r, x in zip(ratios, g, strict=True)]
+    loss = -torch.stack(gains).mean()
     effective = np.sum(weights) ** 2 / np.sum(np.square(weights))
-    assert 0.3 * len(g) < effective < 0.99 * len(g)  # so there is something to be seen
+    assert len(g) == 13 and min(weights) < 0.7  # windows are cut, and chains are below 1
     torch.testing.assert_close(logged["effective_sample_size"].item(), effective)
-    torch.testing.assert_close(term, loss.double())
+    torch.testing.assert_close(term, loss)
     actor = list(agent.actor.parameters())
     ours, theirs = torch.autograd.grad(term, actor), torch.autograd.grad(loss, actor)
     torch.testing.assert_close(ours, theirs, atol=1e-9, rtol=1e-6)

@@ -649,8 +649,6 @@ def test_the_others_resume_bit_for_bit_too(script, tmp_path):
     options = {"utd_ratio": 1.0, "minibatch_size": 8, "epochs": 2, "total_steps": 300}
     if script in (a2c, ppo_hterm, ppo_hterm_variants):
         options["horizon"] = 8
-    if script is ppo_hterm_variants:
-        options["hterm_rollouts"] = 3
     updates = run_of(script, tmp_path / "reference", **options)
     run_of(script, tmp_path / "killed", kill_after=updates * 2 // 3, **options)
     resume_of(script, tmp_path / "killed")

@@ -30,7 +30,7 @@ PAIRS = {
     ("pqn", "dqn"): {"Args", "QNetwork", "Agent", "collect", "q_loss", "update", "train"},
     ("dqn", "d3qn"): {"Args", "QNetwork", "td_target", "q_loss", "update", "train"},
     ("dqn", "sac_discrete"): {"Args", "Agent", "collect", "update", "train"},
-    ("ppo", "ppo_hterm_variants"): {"Args", "RewardScaler", "update", "train"},
+    ("ppo", "ppo_hterm_variants"): {"Args", "prepare", "update", "train"},
     ("ddpg", "td3"): {"Args", "Agent", "collect", "critic_loss", "actor_loss", "update", "train"},
     ("td3", "sac"): {"Args", "Agent", "critic_loss", "actor_loss", "update", "train"},
     ("sac", "redq"): {"Args", "Agent", "critic_loss", "actor_loss", "update", "train"},
