@@ -86,13 +86,14 @@ class RunArgs:
     total_steps: int = 1_000_000
     """how many environment steps to train for"""
     num_envs: int = 0
-    """environments stepped together, all workers counted (0: 64 on a CPU, 4096 on a GPU)"""
+    """environments stepped together, all workers counted (0: 64; 4096 where a GPU simulates and
+    --total-steps are at least 100 rollouts of them)"""
     seed: int = 0
     """seed of everything that is random"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """where networks and simulation run (auto: the GPU where there is one)"""
     env_device: Literal["same", "cpu", "cuda"] = "same"
-    """where environments simulate, if not where the networks are (workers: on the CPU)"""
+    """where environments simulate (same: where the networks are, if they can; workers: the CPU)"""
     num_workers: int = 0
     """processes that collect (0: this one, right for GPU and MuJoCo environments)"""
     env_threads: int = 0
@@ -118,7 +119,6 @@ RUN_LIMITS = {
     "seed": (0, 2**31 - 1),
     "num_workers": (0, 1024),
     "env_threads": (0, 1024),
-    "eval_every": (0, None),
     "eval_episodes": (1, 10_000),
     "checkpoint_every": (1, None),
 }
@@ -153,6 +153,7 @@ class Run:
             args = _restarted_args(args, self.script)
         self.learners = count_learners()
         self.rank = distributed.get_rank() if self.learners > 1 else 0  # 0 speaks and saves
+        self._checkpoint = f"checkpoint.rank{self.rank}.pt" if self.rank else "checkpoint.pt"
         self.resumed = bool(args.resume)
         if self.resumed:
             args = _saved_args(args, self.script)
@@ -172,16 +173,18 @@ class Run:
                 raise UserError(f"--nproc-per-node is more than this machine's GPUs, {count}")
             torch.cuda.set_device(index)
         if args.compile == "graphs" and args.device == "cpu":
-            raise UserError(
-                "--compile is graphs, which needs --device cuda; use rollout or default"
-            )
+            raise UserError("--compile is graphs, which needs --device cuda; use default")
         compilers = os.environ.get("CXX", "c++"), "g++", "clang++"
         if args.compile != "none" and not any(map(shutil.which, compilers)):
             raise UserError(f"--compile is {args.compile}, which needs a C++ compiler; use none")
+        if args.env_device == "same" and not vec_envs.simulates_on_gpu(args.env):
+            args = dataclasses.replace(args, env_device="cpu")
         if not args.num_envs:
             same = "cpu" if args.num_workers else args.device
             where = same if args.env_device == "same" else args.env_device
-            args = dataclasses.replace(args, num_envs=64 if where == "cpu" else 4096)
+            enough = args.total_steps >= 100 * 4096 * getattr(args, "horizon", 1)
+            many = where == "cuda" and enough
+            args = dataclasses.replace(args, num_envs=4096 if many else 64)
         if args.num_workers > args.num_envs:
             raise UserError(
                 f"--num-workers is {args.num_workers}, more than --num-envs, {args.num_envs}"
@@ -199,8 +202,6 @@ class Run:
 
         self.seconds = 0.0  # of training, over all resumes
         self.step = 0  # after the last iteration
-        self.next_evaluation = args.eval_every
-        self.next_checkpoint = args.checkpoint_every
         self.best_return, self.last_return = -math.inf, math.nan
         self.training_return = math.nan
         self._state: dict[str, Any] | None = None  # name -> object with state_dict()
@@ -223,8 +224,8 @@ class Run:
         step = self._load_state(state, saved)
         if step and not state["workers"].go_on:
             self._say(
-                "Not exact: the environments start new episodes, since they run or ran\n"
-                "in workers, on a GPU or by Gymnasium. All the rest goes on as saved."
+                "Not exact: the environments start new episodes, since they run or ran in workers,"
+                "\non a GPU, by Gymnasium or for other learners. What is learnt goes on as saved."
             )
             state["workers"].start_anew(step)
             self.end_episodes()
@@ -303,15 +304,14 @@ class Run:
         """Hand the present policy to the evaluator if one is due; log what it has found by now."""
         if self.rank > 0:
             return
-        every = self.args.eval_every
-        if every and self.next_evaluation <= step < self.args.total_steps:
-            self.next_evaluation = step - step % every + every
+        every = self.args.eval_every  # self.step: that of the iteration before
+        if every and step // every > self.step // every and step < self.args.total_steps:
             self._evaluator.submit(step, _snapshot(self._state["agent"]))
         self._collect_evaluations()
 
     def checkpoint(self, step: int) -> None:
         """Save if a checkpoint is due. After SIGINT or SIGTERM: save, say how to resume, exit."""
-        self.step = step
+        before, self.step = self.step, step
         self._stop_signal = _largest_over_learners(self._stop_signal)  # all stop, or none
         if self._stop_signal:
             self._save_checkpoint(step)
@@ -319,9 +319,7 @@ class Run:
             command = self._command(self._script_path, "--resume", self.dir)
             self._say(f"\nStopped at step {step}. Go on with:\n    {command}")
             raise SystemExit(128 + self._stop_signal)
-        if step >= self.next_checkpoint:
-            every = self.args.checkpoint_every
-            self.next_checkpoint = step - step % every + every
+        if step // self.args.checkpoint_every > before // self.args.checkpoint_every:
             self._save_checkpoint(step)
 
     def finish(self, step: int) -> Result:
@@ -411,6 +409,8 @@ class Run:
         device = torch.cuda.get_device_name() if self.device.type == "cuda" else "CPU"
         cores = args.env_threads or available_cores()
         where = f"{args.num_workers} worker processes" if args.num_workers else "this process"
+        if self.device.type == "cuda" and (args.num_workers or args.env_device == "cpu"):
+            where += " on the CPU"
         if self.learners > 1:
             where += f" of each of {self.learners} learners"
         self._say(
@@ -478,28 +478,27 @@ class Run:
     def _save_checkpoint(self, step: int) -> None:
         """Write checkpoint.pt so that at every moment a good one exists, and last.pt beside it."""
         self.seconds = time.perf_counter() - self._began
-        names = ("seconds", "next_evaluation", "next_checkpoint")
-        names += ("best_return", "last_return", "training_return")
+        names = "seconds", "best_return", "last_return", "training_return"
         content = {name: thing.state_dict() for name, thing in self._state.items()}
         content["run"] = run = {name: getattr(self, name) for name in names}
         run |= {"step": step, "learners": self.learners, "random": torch.get_rng_state()}
         if self.device.type == "cuda":
             run["cuda_random"] = torch.cuda.get_rng_state()
-        if self.rank > 0:  # the others first: where there is a checkpoint.pt, there are theirs
-            name = f"checkpoint.rank{self.rank}.pt"
-            self._quietly(name, _save_atomically, content, self.dir / name, True)
-        _largest_over_learners(0)  # waits for them
+        if self.rank == 0:
+            _largest_over_learners(0)  # the others first: where checkpoint.pt is, there are theirs
+            content["pending_evaluations"] = list(self._evaluator.pending)
+        path = self.dir / self._checkpoint
+        self._quietly(path.name, _save_atomically, content, path, True)
         if self.rank > 0:
+            _largest_over_learners(0)
             return
-        content["pending_evaluations"] = list(self._evaluator.pending)
-        self._quietly("checkpoint.pt", _save_atomically, content, self.dir / "checkpoint.pt", True)
         self._save_policy("last.pt", step, self.last_return, _snapshot(self._state["agent"]))
 
     def _set_own_state(self, own: dict[str, Any]) -> None:
         torch.set_rng_state(own["random"])
         if "cuda_random" in own:
             torch.cuda.set_rng_state(own["cuda_random"])
-        for name in own.keys() - {"step", "random", "cuda_random", "learners"}:
+        for name in ("seconds", "best_return", "last_return", "training_return"):
             setattr(self, name, own[name])
 
     def _load_state(self, state: dict[str, Any], saved: dict[str, Any] | None) -> int:
@@ -514,7 +513,7 @@ class Run:
             common = {k: saved[k] if saved else _snapshot(x) for k, x in things.items()}
             common, now = _from_learner_0((common, now))
             if self.rank > 0 and now is not None:
-                own = self._load_own(now)
+                own = self._load_checkpoint(now)
             complete = own is not None and now["learners"] == self.learners
             if _largest_over_learners(int(not complete)):  # one that lacks its own is enough
                 for name, content in common.items():
@@ -523,11 +522,10 @@ class Run:
                     return 0
                 self._set_own_state(now)
                 torch.manual_seed(self.args.seed + now["step"])
-                state["workers"].start_anew(now["step"])
+                state["workers"].go_on = False
                 self._say(
                     f"Not exact: {now['learners']} learner(s) saved, now there are "
-                    f"{self.learners}, or a file is missing.\nThe environments start new episodes, "
-                    "replay buffers fill anew. Weights, optimizer and schedules go on as saved."
+                    f"{self.learners}, or a file is missing. Replay buffers fill anew."
                 )
                 return now["step"]
         if own is None:
@@ -537,27 +535,19 @@ class Run:
         self._set_own_state(own["run"])
         return own["run"]["step"]
 
-    def _load_own(self, now: dict[str, Any]) -> dict[str, Any] | None:
-        """This learner's checkpoint of the same step and number of learners as learner 0's."""
-        for name in (f"checkpoint.rank{self.rank}.pt", f"checkpoint.rank{self.rank}.prev.pt"):
-            content, _ = load_checked(self.dir / name)
-            if content and all(content["run"][k] == now[k] for k in ("step", "learners")):
+    def _load_checkpoint(self, now: dict[str, Any] | None = None) -> dict[str, Any] | None:
+        """This learner's newest intact checkpoint; with `now`, that of learner 0's step."""
+        newest, damaged = self.dir / self._checkpoint, False
+        for path in (newest, newest.with_suffix(".prev.pt")):
+            content, problem = load_checked(path) if path.exists() else (None, "")
+            if problem:
+                damaged = True
+                _tell(f"Warning: {path} is damaged ({problem}); trying the one before.")
+            elif content and all(content["run"][k] == now[k] for k in ("step", "learners") if now):
+                if path != newest:  # lest the next save keep a worse one instead of it
+                    os.replace(path, newest)
                 return content
-        return None
-
-    def _load_checkpoint(self) -> dict[str, Any] | None:
-        damaged = []
-        for path in (self.dir / "checkpoint.pt", self.dir / "checkpoint.prev.pt"):
-            if not path.exists():
-                continue
-            content, problem = load_checked(path)
-            if content is not None:
-                for bad in damaged:  # aside, lest the next save keep it instead of the good one
-                    os.replace(bad, bad.with_suffix(".damaged"))
-                return content
-            damaged.append(path)
-            _tell(f"Warning: {path} is damaged ({problem}); trying the one before.")
-        if damaged:
+        if damaged and self.rank == 0:
             raise UserError(
                 f"--resume {self.dir}: no checkpoint in it is intact; nothing was changed"
             )
@@ -611,7 +601,8 @@ class Run:
             self.close()
             raise SystemExit(128 + number)
         self._stop_signal = number
-        _tell("Stopping after this iteration; once more to stop at once, without saving.")
+        with contextlib.suppress(RuntimeError):  # it came during another print
+            _tell("Stopping after this iteration; once more to stop at once, without saving.")
 
     def check_rollout(self, rollout: dict[str, Tensor]) -> None:
         """UserError that names the first NaN or infinity in a rollout (time, env, ...)."""
@@ -662,8 +653,12 @@ class Child:
             args=(self._function, theirs, os.getpid(), self.restarts, *self._arguments),
             daemon=True,
         )
-        with _no_ctrl_c():
+        resource_tracker.ensure_running()  # it would be started below, and unblock the signal
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # not for the child
+        try:
             self.process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         theirs.close()  # so that its death is an end of file here
 
     def ask(self, question: Any) -> None:
@@ -721,8 +716,7 @@ def _child_main(
 
 def _die_with(parent: int) -> None:
     if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:
         os._exit(1)
 
@@ -891,7 +885,7 @@ def _worker_main(pipe, restart, collect, agent, columns, args, index, begin) -> 
         for tensor in columns.values():  # what its predecessor left is of other episodes
             tensor.zero_()
     pipe.recv()  # the first question; where a resumed run goes on is known by now
-    torch.manual_seed(seed + int(begin))
+    torch.manual_seed(seed + int(begin) + 2**32)  # else noise would follow the environments'
     envs.reset(seed=seed + int(begin))
     while True:
         collect(agent, envs, columns)
@@ -918,36 +912,33 @@ class Evaluator:
     def __init__(self, args: RunArgs, agent: nn.Module):
         self._agent = copy.deepcopy(agent).cpu().share_memory()
         self._child = Child(_evaluator_main, self._agent, args)
-        self._asked = False
         self.pending: list[tuple[int, dict[str, Tensor]]] = []  # (step, weights), oldest first
 
     def submit(self, step: int, weights: dict[str, Tensor]) -> None:
         self.pending.append((step, weights))
-        self._ask_next()
+        if len(self.pending) == 1:
+            self._ask()
 
     def results(self, wait: float = 0.0) -> list[tuple[int, dict, tuple[float, float, float]]]:
         """What it has finished: (step, weights, (mean return, std, mean length)) each."""
         finished = []
-        while self._asked and (answer := self._child.answer(wait)) is not None:
-            self._asked = False
+        while self.pending and (answer := self._child.answer(wait)) is not None:
             finished.append((*self.pending.pop(0), answer))
-            self._ask_next()
+            if self.pending:
+                self._ask()
         return finished
 
-    def _ask_next(self) -> None:
-        if self.pending and not self._asked:
-            step, weights = self.pending[0]
-            self._agent.load_state_dict(weights)
-            self._child.ask(step)
-            self._asked = True
+    def _ask(self) -> None:
+        step, weights = self.pending[0]
+        self._agent.load_state_dict(weights)
+        self._child.ask(step)
 
     def close(self) -> None:
         self._child.close()
 
 
 def _evaluator_main(pipe, restart, agent, args) -> None:
-    if hasattr(os, "nice"):
-        os.nice(10)
+    os.nice(10)
     args = dataclasses.replace(args, num_envs=args.eval_episodes, env_threads=1)
     envs = _make_envs(args, args.seed, "cpu")
     while True:
@@ -1137,7 +1128,8 @@ class ReplayBuffer:
         """Everything, or with --no-save-replay nothing."""
         if not self._saved:
             return {}
-        full = self.rows == self.capacity_rows  # else only the filled part
+        # Only the filled part, unless its copy would be large.
+        full = self.rows > self.capacity_rows // 2
         data = {k: x if full else x[: self.rows].clone() for k, x in self.data.items()}
         names = ("position", "rows", "priority", "block_sum", "largest", "importance_exponent")
         return {"data": data, **{name: getattr(self, name) for name in names}}
@@ -1328,20 +1320,6 @@ def _to_terminal(function: Callable, *arguments: Any) -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-@contextlib.contextmanager
-def _no_ctrl_c() -> Iterator[None]:
-    """Processes started meanwhile never hear Ctrl-C, which is this process's to answer."""
-    if not hasattr(signal, "pthread_sigmask"):
-        yield
-        return
-    resource_tracker.ensure_running()  # it would be started inside, and unblock the signal
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-
-
 def _make_envs(args: RunArgs, seed: int, device: torch.device | str) -> vec_envs.VecEnv:
     try:
         return vec_envs.make(args.env, args.num_envs, device, seed, args.env_threads)
@@ -1391,9 +1369,11 @@ def _saved_args(given: RunArgs, script: str) -> RunArgs:
     if made_by != script:
         raise UserError(f"--resume {given.resume}: that run is of {made_by}, not {script}")
     typed = {word.partition("=")[0].replace("_", "-") for word in sys.argv}
+    typed = {word.replace("--no-", "--", 1) for word in typed}
     for field in dataclasses.fields(given):
         value, flag = getattr(given, field.name), "--" + field.name.replace("_", "-")
-        resolved = (field.name, value) in (("device", "auto"), ("num_envs", 0))  # when it began
+        begun = ("device", "auto"), ("env_device", "same"), ("num_envs", 0)
+        resolved = (field.name, value) in (*begun, ("run_dir", given.resume))  # when it began
         untouched = resolved or (value == field.default and flag not in typed)
         if field.name == "resume" or untouched or value == getattr(saved, field.name):
             continue

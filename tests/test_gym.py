@@ -16,7 +16,7 @@ from vec_envs.gym import NO_TIME_LIMIT, GymEnv
 PACKAGE = '''
 import gymnasium
 import numpy as np
-from gymnasium.spaces import Box, Discrete, MultiDiscrete
+from gymnasium.spaces import Box, Discrete, MultiDiscrete, Tuple
 
 
 class Counter(gymnasium.Env):
@@ -46,6 +46,9 @@ class Counter(gymnasium.Env):
 gymnasium.register("Counter-v0", entry_point="counting:Counter")
 gymnasium.register(
     "CounterMulti-v0", Counter, kwargs={"action_space": MultiDiscrete([2, 2])}
+)
+gymnasium.register(
+    "CounterTuple-v0", Counter, kwargs={"action_space": Tuple((Discrete(2), Box(0, 1, (2,))))}
 )
 gymnasium.register(
     "CounterWhole-v0", Counter, kwargs={"action_space": Box(0, 9, (2,), np.int64)}
@@ -217,6 +220,7 @@ def test_discrete_observations_count_from_their_start(counting):
         ("Blackjack-v1", {}, ("observation space Tuple(", "only Discrete and a flat Box")),
         ("CarRacing-v3", {}, ("observation space Box(0, 255, (96, 96, 3), uint8)", "flat Box")),
         ("counting:CounterMulti-v0", {}, ("action space MultiDiscrete([2 2])", "Discrete and")),
+        ("counting:CounterTuple-v0", {}, ("action space Tuple(", "only Discrete and a flat Box")),
         ("counting:CounterWhole-v0", {}, ("action space Box(0, 9, (2,), int64)", "of floats")),
         ("counting:Counter-v0", {"wings": 2}, ("unexpected keyword argument 'wings'",)),
         ("broken:Counter-v0", {}, ("package 'broken' failed with ZeroDivisionError",)),
@@ -238,6 +242,8 @@ def test_options_behind_the_name():
     assert make("CartPole,sutton_barto_reward=true", 2).sutton_barto_reward is True
     assert make("Ant,healthy_reward=2,frame_skip=1", 2).options.healthy_reward == 2
     assert make("CartPole-v1,max_episode_steps=20", 2).max_episode_steps == 20
+    options = make("Hopper,healthy_z_range=(0.5,2),reset_noise_scale=0", 2).options
+    assert options.healthy_z_range == (0.5, 2) and options.reset_noise_scale == 0
     for name, message in {
         "Spread,physics=moon": "allowed are mpe2, openai",
         "Spread,gravity=1": "unexpected keyword argument 'gravity'",
@@ -246,9 +252,15 @@ def test_options_behind_the_name():
         "Spread,physics": "'physics' is not an option of an environment",
         "Spread,": "'' is not an option of an environment",
         "Ant,frame_skip=many": "Ant: ",
+        "Ant,frame_skip=0": r"frame_skip is 0; it must be like 5",
+        "Ant,main_body=foo": "Ant: .*foo",
+        "Hopper,healthy_z_range=0.7": r"healthy_z_range is 0.7; it must be like \(0.7, inf\)",
+        "Hopper,reset_noise_scale=much": "reset_noise_scale is 'much'; it must be like 0.005",
+        "Ant-v5,frame_skip=0": "Ant-v5: ZeroDivisionError",
+        "Ant-v5,xml_file=nope.xml": "Ant-v5: OSError: .*nope.xml",
         "Pendulum,g=much": "could not convert string to float: 'much'",
         "CartPole-v1,seed=3": "seed cannot stand behind the name 'CartPole-v1'",
-        "FrozenLake-v1,map_name=none": "FrozenLake-v1: 'none'",
+        "FrozenLake-v1,map_name=none": "FrozenLake-v1: KeyError: 'none'",
     }.items():
         with pytest.raises(ValueError, match=message):
             make(name, 2)

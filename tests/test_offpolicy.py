@@ -668,7 +668,6 @@ def test_what_another_number_of_learners_saved(tmp_path, capsys):
     assert "Not exact: 2 learner(s) saved, now there are 1" in said
     for name in ("agent", "target", "critic_optimizer", "actor_optimizer"):
         assert_same(now[name], saved[name], name)
-    assert now["run"]["next_checkpoint"] == saved["run"]["next_checkpoint"]
     assert now["replay"]["rows"] == 0 < saved["replay"]["rows"]
     assert not torch.equal(now["workers"]["obs"], saved["workers"]["obs"])
 

@@ -39,6 +39,7 @@ class Mortal(ParallelEnv):
     def look(self, agents):
         seen = {a: np.full(2 - (a == "other"), self.steps, np.float32) for a in agents}
         masks = {a: np.arange(self.actions[a].n) != self.steps % 3 for a in agents}
+        masks = {a: mask & (self.steps < 4) for a, mask in masks.items()}  # nothing at the end
         if self.in_info:
             return seen, {a: {"action_mask": masks[a]} for a in agents}
         return {a: {"observation": seen[a], "action_mask": masks[a]} for a in agents}, {
@@ -79,10 +80,12 @@ def mortal(tmp_path, monkeypatch):
     sys.modules.pop("empty", None)
 
 
-def test_equals_pettingzoo_step_by_step():
+@pytest.mark.parametrize("continuous", [False, True])
+def test_equals_pettingzoo_step_by_step(continuous):
     """simple_tag: four agents, two teams, two sizes of observation."""
-    env = make("pettingzoo:mpe2.simple_tag_v3", 3, seed=5, max_cycles=10)
-    originals = [simple_tag_v3.parallel_env(max_cycles=10) for _ in range(3)]
+    options = {"max_cycles": 10, "continuous_actions": continuous}
+    env = make("pettingzoo:mpe2.simple_tag_v3", 3, seed=5, **options)
+    originals = [simple_tag_v3.parallel_env(**options) for _ in range(3)]
     expected = [theirs.reset(seed=5 + i)[0] for i, theirs in enumerate(originals)]
     obs, _ = env.reset()
     assert obs.shape == (3, 4, 16) and env.obs_mask.sum(1).tolist() == [16, 16, 16, 14]
@@ -93,10 +96,10 @@ def test_equals_pettingzoo_step_by_step():
                 assert np.array_equal(obs[i, k, : len(vector)].numpy(), vector)
                 assert not obs[i, k, len(vector) :].any()
             assert np.array_equal(env.state[i].numpy(), originals[i].state())
-        actions = rng.integers(0, 5, (3, 4))
+        actions = rng.random((3, 4, 5), np.float32) if continuous else rng.integers(0, 5, (3, 4))
         obs, reward, terminated, truncated, info = env.step(torch.from_numpy(actions))
         for i, theirs in enumerate(originals):
-            given = dict(zip(theirs.agents, actions[i].tolist(), strict=True))
+            given = dict(zip(theirs.agents, actions[i], strict=True))
             seen, rewards, _, truncations, _ = theirs.step(given)
             np.testing.assert_allclose(reward[i].numpy(), list(rewards.values()), rtol=1e-6)
             final = np.concatenate(list(seen.values()))
@@ -133,6 +136,7 @@ def test_masks_deaths_and_sizes(mortal, in_info, limit):
         assert truncated.tolist() == [over and limit] * 2
         if over:
             assert info["final_obs"][0, 1, 0] == 4 and obs[0, 1, 0] == 0
+            assert info["final_obs"][0, 1, 2:].tolist() == [1, 1, 0]  # there is always an action
             assert info["episode_return"].tolist() == [6.0, 6.0]
             assert info["episode_length"].tolist() == [4, 4]
 

@@ -7,6 +7,7 @@ for processes that should be gone.
 
 import dataclasses
 import hashlib
+import importlib.util
 import json
 import math
 import os
@@ -28,7 +29,7 @@ import torch
 
 import vec_envs
 from algos import ppo
-from algos.worker_learner import Workers, _saved_args, load_checked, score
+from algos.worker_learner import Run, UserError, Workers, _saved_args, load_checked, score
 
 ROOT = Path(__file__).parent.parent
 PATIENCE = 240  # seconds, for machines that are busy with something else
@@ -621,12 +622,46 @@ def test_a_flag_counts_on_resume_even_if_it_is_the_default(tmp_path, monkeypatch
 
 
 def test_what_the_run_has_replaced_may_be_said_again(tmp_path, monkeypatch):
-    """As torchrun does when it starts learners again: `--device auto` is cpu in what was saved."""
-    saved = {"script": "ppo", "args": dataclasses.asdict(ppo.Args(device="cpu", num_envs=64))}
+    """As torchrun does when it starts learners again: `--device auto` is cpu in what was saved.
+
+    Nor does it matter where the folder was, when it was made.
+    """
+    was = {"device": "cpu", "env_device": "cpu", "num_envs": 64}
+    saved = {"script": "ppo", "args": dataclasses.asdict(ppo.Args(**was, run_dir="elsewhere"))}
     (tmp_path / "args.json").write_text(json.dumps(saved))
-    given = ppo.Args(resume=str(tmp_path), device="auto", num_envs=0)
-    monkeypatch.setattr(sys, "argv", ["ppo.py", "--device", "auto", "--num-envs=0"])
-    assert _saved_args(given, "ppo") == ppo.Args(device="cpu", num_envs=64, run_dir=str(tmp_path))
+    again = {"device": "auto", "env_device": "same", "num_envs": 0, "run_dir": str(tmp_path)}
+    given = ppo.Args(resume=str(tmp_path), **again)
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in again.items()]
+    monkeypatch.setattr(sys, "argv", ["ppo.py", *words])
+    assert _saved_args(given, "ppo") == ppo.Args(**was, run_dir=str(tmp_path))
+
+
+def test_a_negated_flag_is_not_ignored_on_resume(tmp_path, monkeypatch):
+    saved = {"script": "ppo", "args": dataclasses.asdict(ppo.Args(clip_value=True))}
+    (tmp_path / "args.json").write_text(json.dumps(saved))
+    monkeypatch.setattr(sys, "argv", ["ppo.py", "--no-clip-value"])
+    with pytest.raises(UserError, match="--clip-value is False, but a resumed run keeps its own"):
+        _saved_args(ppo.Args(resume=str(tmp_path)), "ppo")
+
+
+@pytest.mark.parametrize(
+    ("env", "warp", "steps", "env_device", "num_envs"),
+    [
+        ("Hopper", False, 10**9, "cpu", 64),
+        ("Hopper", True, 10**6, "same", 64),
+        ("Hopper", True, 10**9, "same", 4096),
+        ("Chasing", False, 10**9, "same", 4096),
+        ("CartPole-v1", True, 10**9, "cpu", 64),
+    ],
+)
+def test_where_and_how_many_on_a_machine_with_a_gpu(
+    env, warp, steps, env_device, num_envs, tmp_path, monkeypatch
+):
+    """Without mujoco_warp MuJoCo simulates on the CPU; few steps are not spent in four rollouts."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: warp or None)
+    args = Run(ppo.Args(env=env, total_steps=steps, run_dir=str(tmp_path)), "ppo.py", {}).args
+    assert (args.device, args.env_device, args.num_envs) == ("cuda", env_device, num_envs)
 
 
 def test_damaged_checkpoints(stopped, references, tmp_path):

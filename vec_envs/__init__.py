@@ -2,6 +2,8 @@
 
 import ast
 import difflib
+import importlib.util
+import re
 from importlib import import_module
 from typing import Any
 
@@ -9,7 +11,7 @@ import torch
 
 from vec_envs.core import VecEnv
 
-__all__ = ["NAMES", "VecEnv", "base_name", "make"]
+__all__ = ["NAMES", "VecEnv", "base_name", "make", "simulates_on_gpu"]
 
 # name -> the module of this folder that holds it (imported when it is asked for)
 NAMES = {
@@ -41,7 +43,7 @@ def make(
     behind the name: "Spread,physics=openai".
     ValueError: unknown name or option.
     """
-    name, *words = name.split(",")
+    name, *words = re.split(r",(?![^(]*\))", name)  # but not at commas in parentheses
     options |= dict(map(_option, words))
     for own in ("num_envs", "device", "seed", "env_threads"):
         if own in options:
@@ -51,7 +53,7 @@ def make(
         threads = {"env_threads": env_threads} if NAMES[name] == "mujoco" else {}
         try:
             return kind(num_envs, device=device, seed=seed, **threads, **options)
-        except TypeError as error:  # of an option
+        except (TypeError, LookupError) as error:  # of an option
             if not options:
                 raise
             raise ValueError(f"{name}: {error}") from error
@@ -71,6 +73,14 @@ def make(
         except SeveralAgents:
             pass
     return MultiAgentGymEnv(name, num_envs, device=device, seed=seed, **options)
+
+
+def simulates_on_gpu(name: str) -> bool:
+    """Whether `make` can have the steps of this environment computed by a GPU, as installed."""
+    module = NAMES.get(base_name(name))
+    return module is not None and (
+        module != "mujoco" or importlib.util.find_spec("mujoco_warp") is not None
+    )
 
 
 def base_name(name: str) -> str:

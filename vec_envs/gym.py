@@ -232,9 +232,10 @@ def _probe(name: str, make_one: Callable[[], gymnasium.Env]) -> gymnasium.Env:
         if "box2d" in str(error).lower():
             raise ValueError(f'{name} needs Box2D: pip install "gymnasium[box2d]"') from error
         raise ValueError(f"{name} needs a package that is missing: {error}") from error
-    except (gymnasium.error.Error, TypeError, AssertionError, LookupError) as error:
-        raise ValueError(f"{name}: {error!s}") from error
-    if isinstance(env.action_space, Tuple):
+    except Exception as error:  # of its constructor, which is not ours
+        message = textwrap.shorten(f"{name}: {type(error).__name__}: {error}", 300)
+        raise ValueError(message) from error
+    if isinstance(env.action_space, Tuple) and isinstance(env.observation_space, Tuple):
         env.close()
         raise SeveralAgents(f"{name} has several agents: make it by vec_envs.make")
     try:
@@ -291,7 +292,7 @@ class MultiAgentGymEnv(MultiAgentVecEnv):
                 f"{name}: the agents' spaces are not supported together, only flat Boxes of "
                 "observations and actions that are all Discrete or all flat Boxes are"
             )
-        masked = kinds == {Discrete} and world.masks_actions(seed)
+        masked = world.masks_actions(seed) and kinds == {Discrete}
         super().__init__(
             name,
             num_envs,
@@ -372,7 +373,9 @@ class MultiAgentGymEnv(MultiAgentVecEnv):
                     obs[i, agent, : len(seen)] = seen
                     if n:
                         own = int(world.action_spaces[agent].n)
-                        obs[i, agent, shape[2] - n :][:own] = 1 if mask is None else mask
+                        # A mask that allows nothing, as at an end, restricts no choice to come.
+                        given = mask is not None and np.any(mask)
+                        obs[i, agent, shape[2] - n :][:own] = mask if given else 1
         return torch.from_numpy(obs).to(self.device)
 
     def _look(self) -> None:
@@ -416,6 +419,7 @@ class _Parallel:
         self._has_state = isinstance(space, Box) and len(space.shape) == 1
 
     def masks_actions(self, seed: int) -> bool:
+        """Also the first reset: some worlds have no state() before."""
         self.reset(seed, None)
         return any(mask is not None for mask in self.masks)
 
@@ -500,7 +504,8 @@ def _maker_of_worlds(name: str, options: dict[str, Any]) -> Callable[[], "_Paral
     def make_one() -> _Parallel:
         try:
             return _Parallel(module.parallel_env(**options))
-        except TypeError as error:
-            raise ValueError(f"{name}: {error}") from error
+        except Exception as error:
+            message = textwrap.shorten(f"{name}: {type(error).__name__}: {error}", 300)
+            raise ValueError(message) from error
 
     return make_one

@@ -369,9 +369,13 @@ class MujocoEnv(VecEnv):
     ):
         name, device = type(self).__name__, torch.device(device)
         allowed = {"xml_file": self.xml_file, "frame_skip": self.frame_skip, **self.defaults}
-        for option in options:
+        for option, value in options.items():
             if option not in allowed:
                 raise ValueError(f"{name}: unknown option {option!r}; it has {', '.join(allowed)}")
+            if not _is_like(value, allowed[option]):
+                raise ValueError(
+                    f"{name}: {option} is {value!r}; it must be like {allowed[option]!r}"
+                )
         self.options = SimpleNamespace(**{**allowed, **options})
         backend = backend or ("c" if device.type == "cpu" else "warp")
         if backend not in ("c", "warp") or (backend == "c" and device.type != "cpu"):
@@ -500,6 +504,21 @@ class MujocoEnv(VecEnv):
             device=self.device,
             dtype=self.sim.dtype,
         )
+
+
+def _is_like(value: Any, default: Any) -> bool:
+    """Whether an option's value can stand where its default does."""
+    if isinstance(default, tuple):
+        return (
+            isinstance(value, tuple | list)
+            and len(value) == len(default)
+            and all(map(_is_like, value, default))
+        )
+    if isinstance(default, bool | str):
+        return isinstance(value, type(default))
+    if isinstance(default, float):
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, str) or (isinstance(value, int) and value > 0)  # a body, frame_skip
 
 
 class Runner(MujocoEnv):
