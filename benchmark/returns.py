@@ -185,7 +185,7 @@ def table(path: Path) -> None:
 
 
 def figure(results: Path) -> None:
-    """A panel an environment: every seed's curve thin, the seeds' median thick, a colour a script.
+    """A panel an environment: every seed's curve thin, their median thick, a colour a script.
 
     Only of runs with the scripts' own settings (how long, how often evaluated and how fast are
     none); simple policies' returns, where known, dotted.
@@ -209,23 +209,27 @@ def figure(results: Path) -> None:
     _, axes = pyplot.subplots(rows, columns, **size)
     for axis in axes.flat[len(panels) :]:
         axis.axis("off")
-    colours = {script: f"C{i}" for i, script in enumerate(sorted(set().union(*panels.values())))}
     for axis, (env, scripts) in zip(axes.flat, sorted(panels.items()), strict=False):
         known = getattr(particles, env, VecEnv).known_returns
         for policy, value in known.items():
             axis.axhline(value, color="grey", linestyle=":", linewidth=1)
             axis.text(0, value, policy, transform=axis.get_yaxis_transform(), fontsize=6)
-        for script, seeds in sorted(scripts.items()):
+        for number, (script, seeds) in enumerate(sorted(scripts.items())):
+            colour = f"C{number}"
             at: dict[int, list[float]] = {}
             for points in seeds.values():
-                axis.plot(*zip(*points, strict=True), c=colours[script], alpha=0.35, lw=0.7)
+                axis.plot(*zip(*points, strict=True), c=colour, alpha=0.35, lw=0.7)
                 for step, value in points:
                     at.setdefault(step, []).append(value)
-            medians = {step: statistics.median(values) for step, values in sorted(at.items())}
-            axis.plot(*zip(*medians.items(), strict=True), ".-", c=colours[script], label=script)
+            medians = {  # where at least half of the seeds were evaluated
+                step: statistics.median(values)
+                for step, values in sorted(at.items())
+                if 2 * len(values) >= len(seeds)
+            }
+            axis.plot(*zip(*medians.items(), strict=True), ".-", c=colour, label=script)
         axis.set_title(env.rpartition(":")[2])
         axis.set_xlabel("environment steps")
-        axis.legend(fontsize=7)
+        axis.legend(fontsize=7, ncols=1 + len(scripts) // 7)
     pyplot.savefig(results / "returns.png", dpi=90)
 
 
