@@ -1,8 +1,9 @@
 """PPO with the Hamiltonian term (H-term): ppo.py plus a memory with Boltzmann weights.
 
 Read each (state, action) as a spin: H(π) is minus the expected K-step return, so the policy of
-minimal energy is the one with the largest return (Liu & Fang 2020; Liu, Li, Wu, Wang 2023,
-"Stationary Deep RL with Quantum K-spin Hamiltonian Regularization"). Their Algorithm 1 keeps
+minimal energy is the one with the largest return (Liu & Fang 2020, "Quantum Tensor Networks for
+Variational RL"; Liu, Li, Wu, Wang 2023, "Stationary Deep RL with Quantum K-spin Hamiltonian
+Regularization"). They report 65–86 % less variance between seeds. Their Algorithm 1 keeps
 trajectories in a second memory and lifts the log-probability of the best; here each step of it has
 a Boltzmann weight, with R, its λ-return, a mixture of the bootstrapped chains of all lengths K:
 
@@ -14,8 +15,8 @@ a Boltzmann weight, with R, its λ-return, a mixture of the bootstrapped chains 
 By itself, the first part would be least for π(a|s) ∝ π_M(a|s) E[w|s,a], π_M being the last M
 policies mixed by their visits to s: it holds the policy near what it did, and nearer where that
 went better than expected. Of this a Gaussian takes over the mean only: σ is not differentiated, and
-σ̄², the mean of σ², makes it the regression ½ w ‖a − μ_θ(s)‖² where all σ are equal. But for the cap
-and w̄ that is advantage-weighted regression (Peng, Kumar, Zhang, Levine 2019, arXiv:1910.00177).
+σ̄², the mean of σ², makes it the regression ½ w ‖a − μ_θ(s)‖² where all σ are equal: advantage-
+weighted regression (Peng, Kumar, Zhang, Levine 2019, arXiv:1910.00177) beside PPO's loss, w over w̄.
 R is computed again before each update, with the present critic and the present scale of rewards: a
 return in the units of its day looks good when the scale has grown since. Nothing else corrects for
 the age of a step, nor for the critic, and where the environment is random, luck counts as merit.

@@ -828,7 +828,7 @@ def measure(section: str, options: Options, version: str) -> list[dict]:
 
 def show(rows: list[dict]) -> None:
     """Print the rows as Markdown."""
-    print("| what | median | lowest to highest | CraneRL is |\n|---|---|---|---|")
+    print("| what | median | lowest to highest | first row ÷ this one |\n|---|---|---|---|")
     for group in dict.fromkeys(row["group"] for row in rows):
         mine = [row for row in rows if row["group"] == group]
         print(f"| **{group}** ({mine[0]['unit']}; {mine[0]['machine'].partition(',')[0]}) | | | |")
