@@ -1,7 +1,7 @@
 """Value decomposition networks (VDN): agents that share a reward learn values which add up to it.
 
 Sunehag et al. 2017, arXiv:1706.05296. Each agent i has a value Q_i of its own actions, by what it
-sees, h^i (with --recurrent, what it has seen); the team's value is their sum, so that the best joint
+sees, h^i (with --recurrent: has seen); the team's value is their sum, so that the best joint
 action is everybody's own best one, and nobody needs the others to find it:
 
     Q_tot(h, a) = Σ_i Q_i(h^i, a^i)
