@@ -697,6 +697,19 @@ def test_damaged_checkpoints(stopped, references, tmp_path):
     assert hashes(lost) == before
 
 
+def test_a_learner_killed_ahead_of_learner_0_keeps_what_both_have(tmp_path):
+    """Its newest is a step that learner 0 never saved: the one before must survive the next save."""
+    saved = {}
+    for name, step in (("checkpoint.rank1.prev.pt", 100), ("checkpoint.rank1.pt", 200)):
+        saved[step] = {"run": {"step": step, "learners": 2}}
+        torch.save(saved[step], tmp_path / name)
+    learner = SimpleNamespace(dir=tmp_path, rank=1, _checkpoint="checkpoint.rank1.pt")
+    for _ in range(2):
+        assert Run._load_checkpoint(learner, {"step": 100, "learners": 2}) == saved[100]
+        assert load(tmp_path, "checkpoint.rank1.pt") == saved[100]
+    assert Run._load_checkpoint(learner, {"step": 100, "learners": 3}) is None
+
+
 def test_any_flipped_byte_is_noticed_or_harmless(stopped, tmp_path):
     path = tmp_path / "checkpoint.pt"
     content, good = (stopped.dir / "checkpoint.pt").read_bytes(), load(stopped.dir)
