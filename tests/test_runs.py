@@ -698,7 +698,7 @@ def test_damaged_checkpoints(stopped, references, tmp_path):
 
 
 def test_a_learner_killed_ahead_of_learner_0_keeps_what_both_have(tmp_path):
-    """Its newest is a step that learner 0 never saved: the one before must survive the next save."""
+    """Its newest is of a step that learner 0 never saved: the one before must not be lost."""
     saved = {}
     for name, step in (("checkpoint.rank1.prev.pt", 100), ("checkpoint.rank1.pt", 200)):
         saved[step] = {"run": {"step": step, "learners": 2}}
