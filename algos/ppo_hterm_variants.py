@@ -478,7 +478,9 @@ def train(args: Args) -> Result:
     workers = Workers(run, collect)
     agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
     log_std_schedule = parse_schedule(args.log_std_schedule)
-    if log_std_schedule and not agent.discrete:
+    if log_std_schedule and agent.discrete:
+        raise UserError(f"--log-std-schedule is given, but --env {args.env} has discrete actions")
+    if log_std_schedule:
         agent.log_std.requires_grad_(False)
     weights = flatten(agent)  # all parameters, now views of one vector
     learning_rate = torch.tensor(args.learning_rate, device=run.device)
@@ -492,7 +494,7 @@ def train(args: Args) -> Result:
         left = 1 - step / args.total_steps
         if args.learning_rate_schedule == "anneal":
             optimizer.param_groups[0]["lr"].fill_(args.learning_rate * left)
-        if log_std_schedule and not agent.discrete:
+        if log_std_schedule:
             places = np.linspace(0, 1, len(log_std_schedule))
             agent.log_std.fill_(np.interp(1 - left, places, log_std_schedule))
         rollout = workers.collect()

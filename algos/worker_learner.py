@@ -387,11 +387,8 @@ class Run:
             )
         content = {"script": self.script, "args": dataclasses.asdict(self._whole_args)}
         _write_atomically(json.dumps(content, indent=2) + "\n", self.dir / "args.json")
-        if self.resumed:
-            self._cut_metrics(step, pending)
+        self._cut_metrics(step, pending)
         self._metrics_file = open(self.dir / "metrics.csv", "a", buffering=1)
-        if self._metrics_file.tell() == 0:
-            self._metrics_file.write("step,seconds,tag,value\n")
 
         # Not SummaryWriter: its thread prints a traceback when the disk is full, and a killed run
         # loses what it had not written yet.
@@ -459,13 +456,12 @@ class Run:
 
     def _metrics_rows(self) -> list[list[str]]:
         """The complete rows of metrics.csv: step, seconds, tag, value."""
-        lines = (self.dir / "metrics.csv").read_text().splitlines(keepends=True)[1:]
+        path = self.dir / "metrics.csv"
+        lines = path.read_text().splitlines(keepends=True)[1:] if path.exists() else []
         return [line.split(",") for line in lines if line.count(",") == 3 and line[-1] == "\n"]
 
     def _cut_metrics(self, step: int, pending: set[int]) -> None:
-        """Drop the rows that come again: later ones, and of evaluations that were pending."""
-        if not (self.dir / "metrics.csv").exists():
-            return
+        """Begin, or drop the rows that come again: later ones, and of pending evaluations."""
         if step >= self.args.total_steps:
             pending = {*pending, step}  # `finish` evaluates again
         kept = ["step,seconds,tag,value\n"]
@@ -590,8 +586,6 @@ class Run:
             if mean > self.best_return:
                 self.best_return = mean
                 self._save_policy("best.pt", step, mean, weights)
-            if step >= self.args.total_steps:
-                self._save_policy("last.pt", step, mean, weights)
 
     def _on_signal(self, number: int, frame: Any) -> None:
         if self.learners > 1:  # torchrun passes signals on, and kills who does not stop
