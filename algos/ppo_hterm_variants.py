@@ -2,8 +2,8 @@
 
 ppo_hterm.py explains the idea. Both forms raise the log-probability of K consecutive actions by
 what followed them: a policy gradient along windows. On Hopper (10 fresh seeds) neither beat
-ppo.py, of whose variance chain left 0.25 [0.04, 1.53] and published 2.32 [0.09, 22.78]; they missed
-its interquartile mean by 293 [−65, 645] and 305 [−80, 1422] (benchmark/README.md).
+ppo.py (40): variance ratios 0.23 [0.09, 0.70], p = 0.41, and 2.20 [0.26, 8.63], p = 0.19, and below
+its interquartile mean by 241 [−77, 593] and 253 [−108, 1365] (benchmark/README.md).
 
 `--hterm chain`, the TD-coupled K-spin chain. A window has K steps of one env from this rollout;
 m_j is 1 until an episode ends inside it, δ_j the TD error, ρ_j = π_θ/π_old, c_j = Σ_{i≤j} log ρ_i:
