@@ -36,7 +36,7 @@ import tyro
 from returns import RESULTS, ROOT, commit
 
 import vec_envs
-from algos import ppo, ppo_hterm, ppo_hterm_variants, redq, sac_hterm
+from algos import ppo, ppo_hterm, ppo_hterm_variants, redq
 from algos import sac as sac_script
 from algos.worker_learner import (
     ReplayBuffer,
@@ -510,18 +510,27 @@ def hterm(options: Options) -> Iterator[tuple[str, str, Contenders]]:
 
         turns[what] = lambda step=step: per_second(step, 64 * 64, options.seconds)
     yield "PPO's update with the H-term", "transitions/s", turns
-    turns = {}
-    for what, script in (("CraneRL sac_hterm.py", sac_hterm), ("sac.py", sac_script)):
-        step = sac_stepper(script)
-        turns[what] = lambda step=step: per_second(step, 1, options.seconds)
-    yield "SAC's update with the H-term", "updates/s", turns
+
+
+def replay_hterm(options: Options) -> Iterator[tuple[str, str, Contenders]]:
+    """The second half of a run, where an environment's step costs little beside its update."""
+    steps = 1000 + int(700 * options.seconds)
+    flags = f"--env Hopper --warmup-steps 1000 --log-every 250 --total-steps {steps}".split()
+    for base in ("ddpg", "td3", "sac"):
+        turns = {
+            f"CraneRL {name}.py": functools.partial(
+                training_speed, f"{name}.py", *flags, second_half=True
+            )
+            for name in (f"{base}_hterm", base)
+        }
+        yield f"{base.upper()} with the H-term, an update a step", "training steps/s", turns
 
 
 OBS, ACT, BATCH, HIDDEN = 17, 6, 256, 256  # HalfCheetah's sizes
 
 
 def sac_stepper(script=sac_script, **flags: bool | str) -> Callable[[int], None]:
-    """Sampling and `update` of sac.py, sac_hterm.py or redq.py, on random transitions."""
+    """Sampling and `update` of sac.py or redq.py, on random transitions."""
     args = script.Args(device="cpu", **flags)
     spaces = gymnasium.spaces.Box(-np.inf, np.inf, (OBS,)), gymnasium.spaces.Box(-1.0, 1.0, (ACT,))
     agent = script.Agent(*spaces, args)
@@ -533,24 +542,16 @@ def sac_stepper(script=sac_script, **flags: bool | str) -> Callable[[int], None]
     rollout = {"obs": torch.randn(1000, 4, OBS), "action": torch.rand(1000, 4, ACT) * 2 - 1}
     rollout |= {"reward": torch.randn(1000, 4), "next_obs": torch.randn(1000, 4, OBS)}
     rollout |= dict.fromkeys(("terminated", "done"), torch.zeros(1000, 4, dtype=torch.bool))
-    with_term = script is sac_hterm
-    if with_term:
-        rollout |= {"x": torch.randn(1000, 4, ACT), "log_prob": -torch.ones(1000, 4) * ACT}
     run = SimpleNamespace(device=torch.device("cpu"), args=args, learners=1)
     replay = ReplayBuffer(run, rollout, 4000)
     replay.add(rollout)
     functions = (script.critic_loss, agent.critics), (script.policy_loss, agent.actor)
-    functions += ((sac_hterm.hamiltonian_term, agent.actor),) * with_term
     gradients = [Run.gradient(run, *function) for function in functions]
 
     def step(i: int) -> None:
-        term = ()
-        if with_term:
-            shape = args.batch_size // args.hterm_length, args.hterm_length
-            term = replay.windows(*shape, args.hterm_newest), args.hterm_coef
         number = (i,) if script is redq else ()
         batch = replay.sample(BATCH)
-        script.update(agent, target, optimizers, batch, gradients, *number, args, *term)
+        script.update(agent, target, optimizers, batch, gradients, *number, args)
 
     for i in range(20):  # the compiler's time is not counted
         step(i)
@@ -792,7 +793,8 @@ def learners(options: Options) -> Iterator[tuple[str, str, Contenders]]:
 
 SECTIONS = {
     **{"env": env, "training": training, "dqn": dqn, "chasing": chasing},
-    **{"particles": particles, "agents": agents, "hterm": hterm, "sac": sac},
+    **{"particles": particles, "agents": agents, "hterm": hterm},
+    **{"replay_hterm": replay_hterm, "sac": sac},
     **{"workers": workers, "learners": learners},
 }
 
