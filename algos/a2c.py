@@ -1,7 +1,7 @@
 """Advantage actor-critic (A2C): one gradient step of the policy gradient on each short rollout.
 
-Mnih et al. 2016, arXiv:1602.01783, its synchronous form. With the advantage Â_t and
-R_t = Â_t + V(s_t),
+Mnih et al. 2016, arXiv:1602.01783, its synchronous form. With the advantage Â_t, here by GAE
+(Schulman 2016, arXiv:1506.02438), and R_t = Â_t + V(s_t),
 
     L(θ) = − E[ Â_t log π_θ(a_t|s_t) ] + c_V ½ E[ (V(s_t) − R_t)² ] − c_H E[ H(π(·|s_t)) ]
 

@@ -2,7 +2,7 @@
 
 1. Dueling (Wang et al. 2016, arXiv:1511.06581): a value and advantages instead of Q itself, so that
    every transition teaches what the state is worth, whichever action was taken,
-       Q(s, a) = V(s) + A(s, a) − mean_b A(s, b)
+       Q(s, a) = V(s) + A(s, a) − mean_b A(s, b)              V, A: a layer each, all else shared
 2. Double Q-learning (van Hasselt, Guez, Silver 2016, arXiv:1509.06461), here always:
        y = r + γ (1 − terminated) Q̄(s', argmax_a Q(s', a))
 3. Prioritised replay (Schaul et al. 2016, arXiv:1511.05952): transition i is drawn with

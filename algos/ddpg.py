@@ -18,6 +18,7 @@ What makes it work, each where it stands:
 - `train`: the actor's loss passes through the critic, which gets no gradient (`run.gradient`).
 - `explore`: noise on the action, either independent or an Ornstein–Uhlenbeck process of each env;
   uniform actions at first. `move_target`: the target networks follow slowly.
+- Defaults are those of TD3's authors: independent noise, two layers of 256, one learning rate.
 """
 
 import copy

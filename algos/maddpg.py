@@ -7,6 +7,7 @@ Every agent maximises its own reward r^i, so agents may be one team, several, or
     y^i    = r^i + γ (1 − terminated) Q̄^i( x', μ̄¹(o'¹), …, μ̄ᴬ(o'ᴬ) )
     L(φ^i) = E[ ( Q^i(x, a¹ … aᴬ) − y^i )² ]
     L(θ^i) = − E[ Q^i(x, a¹ …, μ^i(o^i), … aᴬ) ]            the other actions as in the replay
+                                     discrete actions: + 1e-4 of the mean squared logit
 
     python algos/maddpg.py --env SpeakerListener             discrete actions
     python algos/maddpg.py --env SpreadContinuous            continuous actions (Box)

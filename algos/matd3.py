@@ -6,6 +6,7 @@ Ackermann, Gabler, Osa, Sugiyama 2019, arXiv:1910.01465: maddpg.py plus TD3's th
     y^i    = r^i + γ (1 − terminated) min_k Q̄^i_k( x', ã¹, …, ãᴬ ) ,    ã^i = μ̄^i(o'^i) + noise
     L(φ^i) = Σ_k E[ ( Q^i_k(x, a¹ … aᴬ) − y^i )² ]
     L(θ^i) = − E[ Q^i_1(x, a¹ …, μ^i(o^i), … aᴬ) ]
+                                     discrete actions: + 1e-4 of the mean squared logit
 
     python algos/matd3.py --env SpeakerListener              discrete actions
     python algos/matd3.py --env SpreadContinuous             continuous actions (Box)

@@ -7,7 +7,8 @@ Regularization"). They report 65–86 % less variance between seeds. Their Algor
 trajectories in a second memory and lifts the log-probability of the best; here each step of it has
 a Boltzmann weight, with R, its λ-return, a mixture of the bootstrapped chains of all lengths K:
 
-    memory   the last M rollouts, in each update those of a random quarter of the environments
+    memory   the last M rollouts, in each update those of a random quarter of the environments;
+             beside each minibatch half as many steps of it
     Â(s,a) = R − V_θ(s), with mean 0 and deviation 1 in a minibatch
     L_H    = − mean[ w/w̄ σ̄² log π_θ(a|s) ] + 0.05 mean[ (R − V_θ(s))² ],   w = min(exp Â, 3)
     L      = L_PPO + λ L_H

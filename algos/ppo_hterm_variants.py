@@ -12,9 +12,9 @@ m_j is 1 until an episode ends inside it, δ_j the TD error, ρ_j = π_θ/π_old
     g_i  = Σ_{j≥i} γ^j m_j v_ij δ_j                both without gradient; ĝ: centred, scaled to 1
     L_H  = − (1/Σm) Σ m_i min( ρ_i ĝ_i , clip(ρ_i, 1−ε, 1+ε) ĝ_i )
 
-Without truncation and clip its gradient is that of −J_K, the expected K-step bootstrapped return.
-λ falls linearly to 0, and ‖λ∇L_H‖ is held below a quarter of ‖∇L_PPO‖. `--window-selection top`
-takes the windows with the best K-step rewards instead, which is self-imitation.
+Without truncation and clip its gradient is, up to scale, that of −J_K, the expected K-step return
+with bootstrap. λ falls linearly to 0, and ‖λ∇L_H‖ is held below a quarter of ‖∇L_PPO‖.
+`--window-selection top` takes the windows with the best K-step rewards, which is self-imitation.
 
 `--hterm published`, the last variant that ElegantRL had (2023), from its formula:
 

@@ -6,7 +6,7 @@ each counts may depend on the state s and on the others:
 
     Q_tot(h, a, s) = w₂(s)ᵀ elu( W₁(s) [Q_1 … Q_A] + b₁(s) ) + b₂(s) ,     W₁, w₂ ≥ 0
     ∂Q_tot / ∂Q_i ≥ 0
-    L(θ)           = E[ w α ( Q_tot(h_t, a_t, s_t) − y_t )² ]           y_t and α as in vdn.py
+    L(θ)           = E[ w α ( Q_tot(h_t, a_t, s_t) − y_t )² ]        y_t, w, α as in vdn.py
 
     python algos/qmix.py --env Spread
     python algos/qmix.py --env lbforaging:Foraging-8x8-2p-2f-coop-v3
@@ -18,6 +18,7 @@ What differs from vdn.py, each where it stands:
 - `Mixer`: W₁, b₁, w₂, b₂ are linear functions of the state (hypernetworks; b₂ has a hidden layer),
   the weights by their absolute values. It begins close to the sum plus A.
 - α is 1: where the state decides what an agent's part is worth, no optimism was needed.
+- By default agents have no memory, as in vdn.py; the paper's have, and see their last action.
 - `collect` stores the state, `td_target` and `td_loss` hand it to the mixer.
 """
 

@@ -16,7 +16,7 @@ What differs from td3.py:
   the log-probability comes from u, so it stays exact where tanh saturates.
 - `critic_loss`, `actor_loss`: the entropy. No target actor, no smoothing, no delay: noise in π does
   what these did.
-- `temperature_loss`: α follows the entropy.
+- `temperature_loss`: α follows the entropy. Adam's rate stays td3.py's 1e-3; the paper has 3e-4.
 """
 
 import copy

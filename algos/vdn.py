@@ -9,6 +9,7 @@ action is everybody's own best one, and nobody needs the others to find it:
     q_{t+1} = Q̄_tot(h', argmax_a Q(h', a))              double Q-learning; Q̄: the target network
     L(θ)   = E[ w α ( Q_tot(h_t, a_t) − y_t )² ]              r: the sum of all agents' rewards
     α      = 1 where the value is too low, less where it is too high (Rashid 2020, arXiv:2006.10800)
+    w      = 1, or the importance weight of prioritised replay
 
     python algos/vdn.py --env Spread
     python algos/vdn.py --env lbforaging:Foraging-8x8-2p-2f-coop-v3

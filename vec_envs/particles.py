@@ -21,7 +21,7 @@ consequences.
 What a return means (sum over agents, 25 steps, physics mpe2):
 
     Spread                     random −79.1   doing nothing −73.1   best assignment, scripted −26.7
-    SpeakerListener, an agent  random −39.9   message ignored −15.7   goal known, scripted −7.49
+    SpeakerListener            random −79.8   message ignored −31.4   goal known, scripted −15.0
 
 Source: mpe2/simple_spread, mpe2/simple_speaker_listener, Farama Foundation, MIT licence.
 """
