@@ -30,10 +30,9 @@ second part, and min(E/Ē, 3) in the place of w/w̄, Ē the mean of the positive
 nothing in memory beats the critic, and is self-imitation learning (Oh, Guo, Singh, Lee 2018,
 arXiv:1806.05635) seen from the Hamiltonian's side.
 
-Variance between fresh seeds, as a part of ppo.py's: 0.51 [0.14, 2.22] on HalfCheetah (13 seeds, p =
-0.27), 0.23 [0.05, 1.50] on Hopper (40, p = 0.065), 1.23 [0.33, 3.94] on Walker2d (20, p = 0.68);
-the control's is 0.89 [0.30, 2.87], 0.25 [0.08, 0.87] and 0.93 [0.22, 3.46]. So no effect is shown
-yet, and none of the weights. See benchmark/README.md.
+Variance between fresh seeds, as a part of ppo.py's: 0.60 [0.27, 1.35] on HalfCheetah (20 seeds),
+0.23 [0.05, 1.50] on Hopper (40), 1.23 [0.33, 3.94] on Walker2d (20), the control's 0.89 [0.40,
+1.96], 0.25 [0.08, 0.87] and 0.93 [0.22, 3.46]: no effect is shown. See benchmark/README.md.
 
     python algos/ppo_hterm.py --env Ant        `diff algos/ppo.py algos/ppo_hterm.py`: the lesson
 
