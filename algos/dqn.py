@@ -49,9 +49,7 @@ class Args(RunArgs):
     """DQN on any environment with discrete actions."""
 
     env: str = "CartPole"
-    """environment: a name of vec_envs, a Gymnasium id, or package:Id-v0 (,option=value ...)"""
     num_envs: int = 8
-    """environments stepped together, all workers counted"""
     horizon: int = 1
     """steps of each environment between updates"""
     utd_ratio: float = 0.25

@@ -44,9 +44,7 @@ class Args(RunArgs):
     """PQN on any environment with discrete actions."""
 
     env: str = "CartPole"
-    """environment: a name of vec_envs, a Gymnasium id, or package:Id-v0 (,option=value ...)"""
     num_envs: int = 16
-    """environments stepped together, all workers counted"""
     horizon: int = 32
     """steps of each environment in a rollout"""
     learning_rate: float = 3e-3

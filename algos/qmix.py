@@ -50,7 +50,6 @@ class Args(RunArgs):
     env: str = "Spread"
     """environment: a name of vec_envs (Spread, SpeakerListener), or pettingzoo:package.module"""
     total_steps: int = 1_500_000
-    """how many environment steps to train for"""
     horizon: int = 25
     """steps of each environment in a rollout, and in a stretch of the replay buffer"""
     updates: int = 100

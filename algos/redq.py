@@ -48,11 +48,8 @@ class Args(RunArgs):
     """REDQ on any environment of vec_envs with continuous actions."""
 
     env: str = "Hopper"
-    """environment: a name of vec_envs, a Gymnasium id, or package:Id-v0 (,option=value ...)"""
     total_steps: int = 125_000
-    """how many environment steps to train for"""
     num_envs: int = 1
-    """environments stepped together, all workers counted"""
     horizon: int = 1
     """steps of each environment between updates"""
     utd_ratio: float = 20.0

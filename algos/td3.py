@@ -39,9 +39,7 @@ class Args(RunArgs):
     """TD3 on any environment of vec_envs with continuous actions."""
 
     env: str = "HalfCheetah"
-    """environment: a name of vec_envs, a Gymnasium id, or package:Id-v0 (,option=value ...)"""
     num_envs: int = 4
-    """environments stepped together, all workers counted"""
     horizon: int = 1
     """steps of each environment between updates"""
     utd_ratio: float = 1.0

@@ -79,7 +79,7 @@ class UserError(SystemExit):
 
 @dataclass
 class RunArgs:
-    """The command line that every script shares."""
+    """The command line that every script shares; a script may have defaults of its own."""
 
     env: str = "Ant"
     """environment: a name of vec_envs, a Gymnasium id, or package:Id-v0 (,option=value ...)"""
