@@ -35,9 +35,9 @@ from algos.worker_learner import (
     Run,
     RunArgs,
     Workers,
-    average_gradients,
     count_learners,
     flatten,
+    gradient_step,
     parse,
     var_mean_over_learners,
 )
@@ -264,13 +264,9 @@ def batch_loss(agent: Agent, batch: dict[str, Tensor], args: Args) -> tuple[Tens
 
 def update(agent: Agent, optimizer, rollout, loss_gradient, args: Args) -> dict[str, Tensor]:
     """One gradient step -> each logged quantity."""
-    (weights,) = optimizer.param_groups[0]["params"]  # all of them in one vector
     batch = prepare(agent, rollout, args)
-    weights.grad, _, losses = loss_gradient(agent, batch, args)
-    average_gradients(weights)
-    norm = losses["gradient_norm"] = weights.grad.norm()
-    weights.grad.mul_((args.max_grad_norm / (norm + 1e-6)).clamp(max=1))
-    optimizer.step()
+    gradient, _, losses = loss_gradient(agent, batch, args)
+    losses["gradient_norm"] = gradient_step(gradient, optimizer, args.max_grad_norm)
     agent.normalizer.update(rollout["obs"])  # last, so that all of the above saw one normaliser
     return losses
 

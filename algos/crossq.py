@@ -35,8 +35,8 @@ from algos.worker_learner import (
     Run,
     RunArgs,
     Workers,
-    average_gradients,
     flatten,
+    gradient_step,
     parse,
     var_mean_over_learners,
 )
@@ -269,16 +269,6 @@ def policy_loss(agent: Agent, batch: dict, args: Args) -> tuple[Tensor, Tensor, 
     """What actor and temperature lower together, the actor's part of it, log π(ã|s) (B,)."""
     loss, log_prob = actor_loss(agent, batch, args)
     return loss + temperature_loss(agent, log_prob), loss, log_prob
-
-
-def gradient_step(gradient: Tensor, optimizer, max_grad_norm: float) -> None:
-    """One step of `optimizer` along the learners' mean gradient."""
-    (weights,) = optimizer.param_groups[0]["params"]  # all of the network's in one vector
-    weights.grad = gradient
-    average_gradients(weights)
-    if max_grad_norm:
-        weights.grad.mul_((max_grad_norm / (weights.grad.norm() + 1e-6)).clamp(max=1))
-    optimizer.step()
 
 
 def update(agent, optimizers, batch, gradients, number, args) -> tuple[dict, Tensor]:

@@ -39,9 +39,9 @@ from algos.worker_learner import (
     Run,
     RunArgs,
     Workers,
-    average_gradients,
     count_learners,
     flatten,
+    gradient_step,
     parse,
     var_mean_over_learners,
 )
@@ -229,14 +229,10 @@ def q_loss(agent: Agent, target_network, batch, args: Args) -> tuple[Tensor, Ten
 
 def update(agent: Agent, target_network, optimizer, replay, loss_gradient, args: Args) -> dict:
     """One gradient step on a batch from the replay buffer -> what to log."""
-    (weights,) = optimizer.param_groups[0]["params"]  # all of them in one vector
     batch = replay.sample(args.batch_size)
-    weights.grad, loss, q, td_error = loss_gradient(agent, target_network, batch, args)
+    gradient, loss, q, td_error = loss_gradient(agent, target_network, batch, args)
     replay.update_priorities(batch["index"], td_error)
-    average_gradients(weights)
-    norm = weights.grad.norm()
-    weights.grad.mul_((args.max_grad_norm / (norm + 1e-6)).clamp(max=1))
-    optimizer.step()
+    norm = gradient_step(gradient, optimizer, args.max_grad_norm)
     return {"q_loss": loss, "q_value": q, "gradient_norm": norm}
 
 

@@ -35,8 +35,8 @@ from algos.worker_learner import (
     Run,
     RunArgs,
     Workers,
-    average_gradients,
     flatten,
+    gradient_step,
     parse,
 )
 
@@ -179,16 +179,6 @@ def critic_loss(agent: Agent, target: Agent, batch: dict, args: Args) -> tuple[T
 def actor_loss(agent: Agent, batch: dict, args: Args) -> Tensor:
     """− E[ Q(s, μ(s)) ]"""
     return -agent.value(batch["obs"], agent.act(batch["obs"])).mean()
-
-
-def gradient_step(gradient: Tensor, optimizer, max_grad_norm: float) -> None:
-    """One step of `optimizer` along the learners' mean gradient."""
-    (weights,) = optimizer.param_groups[0]["params"]  # all of the network's in one vector
-    weights.grad = gradient
-    average_gradients(weights)
-    if max_grad_norm:
-        weights.grad.mul_((max_grad_norm / (weights.grad.norm() + 1e-6)).clamp(max=1))
-    optimizer.step()
 
 
 @torch.no_grad()

@@ -42,8 +42,8 @@ from algos.worker_learner import (
     RunArgs,
     UserError,
     Workers,
-    average_gradients,
     flatten,
+    gradient_step,
     mean_over_learners,
     parse,
 )
@@ -254,16 +254,6 @@ def add_capped(base: Tensor, term: Tensor, coef: float) -> Tensor:
     """∇L + λ ∇L_H, with λ ‖∇L_H‖ at most ¼ ‖∇L‖."""
     coef = (0.25 * base.norm() / (term.norm() + 1e-12)).clamp(max=coef)
     return base + coef * term
-
-
-def gradient_step(gradient: Tensor, optimizer, max_grad_norm: float) -> None:
-    """One step of `optimizer` along the learners' mean gradient."""
-    (weights,) = optimizer.param_groups[0]["params"]  # all of the network's in one vector
-    weights.grad = gradient
-    average_gradients(weights)
-    if max_grad_norm:
-        weights.grad.mul_((max_grad_norm / (weights.grad.norm() + 1e-6)).clamp(max=1))
-    optimizer.step()
 
 
 @torch.no_grad()

@@ -44,9 +44,9 @@ from algos.worker_learner import (
     Run,
     RunArgs,
     Workers,
-    average_gradients,
     count_learners,
     flatten,
+    gradient_step,
     mean_over_learners,
     parse,
     var_mean_over_learners,
@@ -347,7 +347,6 @@ def minibatch_loss(agent: Agent, batch: dict[str, Tensor], args: Args) -> tuple[
 
 def update(agent: Agent, optimizer, rollout, loss_gradient, args: Args) -> dict[str, Tensor]:
     """Some epochs of minibatch gradient steps -> mean of each logged quantity."""
-    (weights,) = optimizer.param_groups[0]["params"]  # all of them in one vector
     batch = prepare(agent, rollout, args)
     size, device = len(batch["obs"]), batch["obs"].device
     logged = []
@@ -356,11 +355,8 @@ def update(agent: Agent, optimizer, rollout, loss_gradient, args: Args) -> dict[
             if len(index) < 2:  # as in ppo.py
                 continue
             minibatch = {name: tensor[index] for name, tensor in batch.items()}
-            weights.grad, _, losses = loss_gradient(agent, minibatch, args)
-            average_gradients(weights)
-            norm = losses["gradient_norm"] = weights.grad.norm()
-            weights.grad.mul_((args.max_grad_norm / (norm + 1e-6)).clamp(max=1))
-            optimizer.step()
+            gradient, _, losses = loss_gradient(agent, minibatch, args)
+            losses["gradient_norm"] = gradient_step(gradient, optimizer, args.max_grad_norm)
             logged.append(losses)
             if args.learning_rate_schedule == "adaptive":
                 adapt_learning_rate(optimizer, mean_over_learners(losses["kl"]), args.target_kl)

@@ -36,8 +36,8 @@ from algos.worker_learner import (
     Run,
     RunArgs,
     Workers,
-    average_gradients,
     flatten,
+    gradient_step,
     mean_over_learners,
     parse,
 )
@@ -239,15 +239,6 @@ def actor_loss(agent: Agent, batch: dict[str, Tensor], args: Args) -> Tensor:
     available = agent.available(batch["obs"])
     cost = torch.where(available, output.square(), 0.0).sum(-1) / available.sum(-1).clamp(min=1)
     return masked_mean(args.logit_cost * cost.T - value, batch["alive"])
-
-
-def gradient_step(gradient: Tensor, optimizer, max_grad_norm: float) -> None:
-    """One step of `optimizer` along the learners' mean gradient."""
-    (weights,) = optimizer.param_groups[0]["params"]  # all of the network's in one vector
-    weights.grad = gradient
-    average_gradients(weights)
-    weights.grad.mul_((max_grad_norm / (weights.grad.norm() + 1e-6)).clamp(max=1))
-    optimizer.step()
 
 
 @torch.no_grad()

@@ -54,9 +54,9 @@ from algos.worker_learner import (
     Run,
     RunArgs,
     Workers,
-    average_gradients,
     count_learners,
     flatten,
+    gradient_step,
     mean_over_learners,
     parse,
     std_mean_over_learners,
@@ -402,7 +402,6 @@ def hamiltonian_term(agent: Agent, spins: dict[str, Tensor], args: Args) -> Tens
 
 def update(agent, optimizer, rollout, gradients, args, memory, coef) -> dict[str, Tensor]:
     """Some epochs of minibatch gradient steps -> mean of each logged quantity."""
-    (weights,) = optimizer.param_groups[0]["params"]  # all of them in one vector
     loss_gradient, hamiltonian_gradient = gradients
     batch = prepare(agent, rollout, args)
     if coef > 0:
@@ -415,14 +414,11 @@ def update(agent, optimizer, rollout, gradients, args, memory, coef) -> dict[str
             if len(index) < 2:  # a single advantage cannot be normalised
                 continue
             minibatch = {name: tensor[index] for name, tensor in batch.items()}
-            weights.grad, _, losses = loss_gradient(agent, minibatch, args)
+            gradient, _, losses = loss_gradient(agent, minibatch, args)
             if coef > 0:
                 term, losses["hamiltonian"] = hamiltonian_gradient(agent, next(spins), args)
-                weights.grad += coef * term
-            average_gradients(weights)
-            norm = losses["gradient_norm"] = weights.grad.norm()
-            weights.grad.mul_((args.max_grad_norm / (norm + 1e-6)).clamp(max=1))
-            optimizer.step()
+                gradient += coef * term
+            losses["gradient_norm"] = gradient_step(gradient, optimizer, args.max_grad_norm)
             logged.append(losses)
             if args.learning_rate_schedule == "adaptive":
                 adapt_learning_rate(optimizer, mean_over_learners(losses["kl"]), args.target_kl)

@@ -43,9 +43,9 @@ from algos.worker_learner import (
     RunArgs,
     UserError,
     Workers,
-    average_gradients,
     count_learners,
     flatten,
+    gradient_step,
     mean_over_learners,
     parse,
     std_mean_over_learners,
@@ -416,7 +416,6 @@ def add_capped(base: Tensor, term: Tensor, coef: float) -> Tensor:
 
 def update(agent, optimizer, rollout, gradients, args, windows, coef) -> dict[str, Tensor]:
     """Some epochs of minibatch gradient steps -> mean of each logged quantity."""
-    (weights,) = optimizer.param_groups[0]["params"]  # all of them in one vector
     loss_gradient, term_gradient = gradients
     batch = prepare(agent, rollout, args)
     if coef > 0 and args.hterm == "published":
@@ -432,19 +431,16 @@ def update(agent, optimizer, rollout, gradients, args, windows, coef) -> dict[st
             if len(index) < 2:  # a single advantage cannot be normalised
                 continue
             minibatch = {name: tensor[index] for name, tensor in batch.items()}
-            weights.grad, _, losses = loss_gradient(agent, minibatch, args)
-            average_gradients(weights)
+            gradient, _, losses = loss_gradient(agent, minibatch, args)
             if coef > 0:
-                base, inputs = weights.grad, (windows,)
+                inputs = (windows,)
                 if args.hterm == "chain":
                     inputs = windows.draw(spins, args.window_selection), windows, args
-                weights.grad, _, more = term_gradient(agent, *inputs)
+                term, _, more = term_gradient(agent, *inputs)
                 losses |= more
-                average_gradients(weights)
-                weights.grad = add_capped(base, weights.grad, coef)
-            norm = losses["gradient_norm"] = weights.grad.norm()
-            weights.grad.mul_((args.max_grad_norm / (norm + 1e-6)).clamp(max=1))
-            optimizer.step()
+                gradient, term = mean_over_learners(gradient), mean_over_learners(term)
+                gradient = add_capped(gradient, term, coef)
+            losses["gradient_norm"] = gradient_step(gradient, optimizer, args.max_grad_norm)
             logged.append(losses)
             if args.learning_rate_schedule == "adaptive":
                 adapt_learning_rate(optimizer, mean_over_learners(losses["kl"]), args.target_kl)

@@ -31,9 +31,9 @@ from algos.worker_learner import (
     Run,
     RunArgs,
     Workers,
-    average_gradients,
     count_learners,
     flatten,
+    gradient_step,
     parse,
     var_mean_over_learners,
 )
@@ -196,18 +196,14 @@ def prepare(agent: Agent, rollout: dict[str, Tensor], args: Args) -> dict[str, T
 
 def update(agent: Agent, optimizer, rollout, loss_gradient, args: Args) -> dict[str, Tensor]:
     """Some epochs of minibatch gradient steps -> mean of each logged quantity."""
-    (weights,) = optimizer.param_groups[0]["params"]  # all of them in one vector
     batch = prepare(agent, rollout, args)
     size, device = len(batch["obs"]), batch["obs"].device
     logged = []
     for _ in range(args.epochs):
         for index in torch.randperm(size, device=device).split(args.minibatch_size):
             minibatch = {name: tensor[index] for name, tensor in batch.items()}
-            weights.grad, _, losses = loss_gradient(agent, minibatch)
-            average_gradients(weights)
-            norm = losses["gradient_norm"] = weights.grad.norm()
-            weights.grad.mul_((args.max_grad_norm / (norm + 1e-6)).clamp(max=1))
-            optimizer.step()
+            gradient, _, losses = loss_gradient(agent, minibatch)
+            losses["gradient_norm"] = gradient_step(gradient, optimizer, args.max_grad_norm)
             logged.append(losses)
     agent.normalizer.update(rollout["obs"])  # last, so that all of the above saw one normaliser
     return {name: sum(losses[name] for losses in logged) / len(logged) for name in logged[0]}

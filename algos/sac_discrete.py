@@ -42,9 +42,9 @@ from algos.worker_learner import (
     Run,
     RunArgs,
     Workers,
-    average_gradients,
     count_learners,
     flatten,
+    gradient_step,
     parse,
     var_mean_over_learners,
 )
@@ -265,11 +265,9 @@ def sac_loss(agent: Agent, target_critics, batch, args: Args) -> tuple[Tensor, d
 
 def update(agent: Agent, target_critics, optimizer, replay, loss_gradient, args: Args) -> dict:
     """One gradient step on a batch from the replay buffer -> what to log."""
-    (weights,) = optimizer.param_groups[0]["params"]  # all of them in one vector
     batch = replay.sample(args.batch_size)
-    weights.grad, _, losses = loss_gradient(agent, target_critics, batch, args)
-    average_gradients(weights)
-    optimizer.step()
+    gradient, _, losses = loss_gradient(agent, target_critics, batch, args)
+    gradient_step(gradient, optimizer)
     return losses
 
 

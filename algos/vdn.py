@@ -44,9 +44,9 @@ from algos.worker_learner import (
     Run,
     RunArgs,
     Workers,
-    average_gradients,
     count_learners,
     flatten,
+    gradient_step,
     parse,
     var_mean_over_learners,
 )
@@ -312,15 +312,11 @@ def td_loss(agent: Agent, target: Agent, batch: dict, weight: Tensor, args: Args
 
 def update(agent: Agent, target: Agent, optimizer, replay, loss_gradient, args: Args):
     """One gradient step on stretches from the replay buffer -> what to log."""
-    (weights,) = optimizer.param_groups[0]["params"]  # all of them in one vector
     drawn = replay.sample(args.batch_size)
     index, weight, _ = (drawn.pop(name) for name in ("index", "weight", "discount"))  # (B,)
     batch = {name: x.transpose(0, 1) for name, x in drawn.items()}  # (T, B, ...)
-    weights.grad, _, error, losses = loss_gradient(agent, target, batch, weight, args)
-    average_gradients(weights)
-    norm = losses["gradient_norm"] = weights.grad.norm()
-    weights.grad.mul_((args.max_grad_norm / (norm + 1e-6)).clamp(max=1))
-    optimizer.step()
+    gradient, _, error, losses = loss_gradient(agent, target, batch, weight, args)
+    losses["gradient_norm"] = gradient_step(gradient, optimizer, args.max_grad_norm)
     error = error.abs()  # of a stretch: the largest counts most (R2D2)
     replay.update_priorities(index, 0.9 * error.amax(0) + 0.1 * error.mean(0))
     return losses

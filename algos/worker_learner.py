@@ -22,7 +22,7 @@ carry only signals. Children die with their parent, however it dies.
 Several learners: `torchrun --nproc-per-node N algos/ppo.py --env Ant` starts N of these processes.
 The flags describe the whole run: each learner has an N-th of the envs, the workers and the batch
 (`SHARED`), its own seeds and its own replay buffer; `step` counts the steps of all. They begin with
-learner 0's weights. `average_gradients(weights)` is one all-reduce of the flat vector (gloo on
+learner 0's weights. `gradient_step` begins with one all-reduce of the flat vector (gloo on
 CPUs, nccl on GPUs), and what is computed over a batch (statistics of a normaliser, the mean of the
 advantages, a KL divergence) comes from `…_over_learners`: N learners do what one would do with the
 whole batch. Learner 0 evaluates, logs, prints and saves; the others save theirs as
@@ -1169,14 +1169,24 @@ def count_learners() -> int:
     return distributed.get_world_size() if distributed.is_initialized() else 1
 
 
-def average_gradients(weights: nn.Parameter) -> None:
-    """gradient ← its mean over the learners, by one all-reduce; with one learner, nothing.
+def gradient_step(
+    gradient: Tensor, optimizer: torch.optim.Optimizer, max_grad_norm: float = 0.0
+) -> Tensor | None:
+    """One step along the learners' mean gradient, at most `max_grad_norm` long (0: any length).
 
-    `weights` is the vector of `flatten`. Where each learner's loss is a mean over its N-th of a
-    batch, the result is the gradient of the mean over the whole batch.
+    The optimizer has one vector, of `flatten`, and the gradient is one of `gradient_of`. One
+    all-reduce: where each learner's loss is a mean over its N-th of a batch, the result is the
+    gradient of the mean over the whole batch. Returns its norm before, if it is limited.
     """
+    (weights,) = optimizer.param_groups[0]["params"]
+    weights.grad, norm = gradient, None
     if count_learners() > 1:
-        _all_reduce(weights.grad.div_(count_learners()))
+        _all_reduce(gradient.div_(count_learners()))
+    if max_grad_norm:
+        norm = gradient.norm()
+        gradient.mul_((max_grad_norm / (norm + 1e-6)).clamp(max=1))
+    optimizer.step()
+    return norm
 
 
 def mean_over_learners(x: Tensor) -> Tensor:
