@@ -330,10 +330,7 @@ def train(args: Args) -> Result:
 
         run.log_episodes(step, rollout)
         if step // args.log_every > before // args.log_every:
-            metrics = {f"losses/{name}": value.detach() for name, value in losses.items()}
-            metrics["charts/replay_size"] = len(replay)
-            metrics["charts/policy_lag"] = workers.policy_lag
-            run.log(step, metrics)
+            run.log(step, losses, replay_size=len(replay), policy_lag=workers.policy_lag)
         run.evaluate(step)
         run.checkpoint(step)
     return run.finish(step)

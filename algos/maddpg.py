@@ -285,8 +285,7 @@ def train(args: Args) -> Result:
 
         run.log_episodes(step, rollout)
         if step // args.log_every > before // args.log_every:
-            metrics = {f"losses/{name}": value.detach() for name, value in losses.items()}
-            run.log(step, metrics | {"charts/replay_size": len(replay)})
+            run.log(step, losses, replay_size=len(replay))
         run.evaluate(step)
         run.checkpoint(step)
     return run.finish(step)

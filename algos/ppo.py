@@ -347,8 +347,7 @@ def train(args: Args) -> Result:
         losses = update(agent, optimizer, rollout, loss_gradient, args)
 
         run.log_episodes(step, rollout)
-        metrics = {f"losses/{name}": value for name, value in losses.items()}
-        run.log(step, metrics | {"charts/learning_rate": optimizer.param_groups[0]["lr"]})
+        run.log(step, losses, learning_rate=optimizer.param_groups[0]["lr"])
         run.evaluate(step)
         run.checkpoint(step)
     return run.finish(step)

@@ -231,7 +231,7 @@ def train(args: Args) -> Result:
         losses = update(agent, optimizer, rollout, loss_gradient, args)
 
         run.log_episodes(step, rollout)
-        run.log(step, {f"losses/{name}": value for name, value in losses.items()})
+        run.log(step, losses)
         run.evaluate(step)
         run.checkpoint(step)
     return run.finish(step)

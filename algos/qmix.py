@@ -388,7 +388,7 @@ def train(args: Args) -> Result:
             target_weights.lerp_(weights.detach(), args.target_update)
 
         run.log_episodes(step, rollout)
-        run.log(step, {f"losses/{name}": value.detach() for name, value in losses.items()})
+        run.log(step, losses)
         run.evaluate(step)
         run.checkpoint(step)
     return run.finish(step)

@@ -10,7 +10,7 @@ A script's `train` reads like this, and nothing happens that is not on one of it
     while step < args.total_steps:
         rollout = workers.collect()                    # collect(agent, envs, rollout), everywhere
         ...                                            # the algorithm
-        run.log(step, {"losses/value": value_loss})    # metrics.csv, TensorBoard; stops at NaN
+        run.log(step, losses)                          # metrics.csv, TensorBoard; stops at NaN
         run.evaluate(step)                             # if due, in another process
         run.checkpoint(step)                           # if due, or if somebody said stop
     return run.finish(step)
@@ -257,12 +257,14 @@ class Run:
         self._warm: tuple[int, float] | None = None  # step and time after the first iteration
         return step
 
-    def log(self, step: int, metrics: dict[str, Tensor | float]) -> None:
-        """Write metrics {tag: number} to metrics.csv and TensorBoard; UserError at NaN or infinity.
+    def log(self, step: int, losses: dict[str, Tensor], **charts: Tensor | float) -> None:
+        """Write losses/… and charts/… to metrics.csv and TensorBoard; UserError at NaN or infinity.
 
         `charts/SPS` is added: environment steps per second without the first iteration.
         """
         self.seconds = time.perf_counter() - self._began
+        metrics = {f"losses/{name}": value.detach() for name, value in losses.items()}
+        metrics |= {f"charts/{name}": value for name, value in charts.items()}
         kind = {"device": self.device, "dtype": torch.float64}
         values = torch.stack([torch.as_tensor(value, **kind) for value in metrics.values()])
         values = mean_over_learners(values).tolist()  # one transfer for all
