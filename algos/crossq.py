@@ -30,10 +30,10 @@ from torch import Tensor, nn
 
 import vec_envs
 from algos.worker_learner import (
+    ReplayArgs,
     ReplayBuffer,
     Result,
     Run,
-    RunArgs,
     Workers,
     flatten,
     gradient_step,
@@ -43,7 +43,7 @@ from algos.worker_learner import (
 
 
 @dataclass
-class Args(RunArgs):
+class Args(ReplayArgs):
     """CrossQ on any environment of vec_envs with continuous actions."""
 
     env: str = "Ant"
@@ -80,15 +80,11 @@ class Args(RunArgs):
     """width of the critics' two hidden layers"""
     bf16: bool = False
     """multiply matrices in bfloat16 where losses are computed, if the processor is fast at it"""
-    save_replay: bool = True
-    """keep the replay buffer in the checkpoint; without it a resumed run fills it anew"""
-    log_every: int = 1000
-    """steps between entries of the losses in metrics.csv"""
 
 
 LIMITS = {
     **dict.fromkeys(("horizon", "buffer_size", "n_step", "hidden_size"), (1, None)),
-    **dict.fromkeys(("log_every", "policy_delay", "critic_hidden_size"), (1, None)),
+    **dict.fromkeys(("policy_delay", "critic_hidden_size"), (1, None)),
     "batch_size": (2, None),
     "discount": (0, 1),
 }

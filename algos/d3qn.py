@@ -34,10 +34,10 @@ from torch import Tensor, nn
 
 import vec_envs
 from algos.worker_learner import (
+    ReplayArgs,
     ReplayBuffer,
     Result,
     Run,
-    RunArgs,
     Workers,
     count_learners,
     flatten,
@@ -48,7 +48,7 @@ from algos.worker_learner import (
 
 
 @dataclass
-class Args(RunArgs):
+class Args(ReplayArgs):
     """D3QN on any environment with discrete actions."""
 
     env: str = "CartPole"
@@ -87,18 +87,13 @@ class Args(RunArgs):
     """gradients longer than this are shortened to it"""
     hidden_size: int = 128
     """width of the two hidden layers"""
-    save_replay: bool = True
-    """keep the replay buffer in the checkpoint; without it a resumed run fills it anew"""
-    log_every: int = 1000
-    """steps between entries of the losses in metrics.csv"""
 
 
 LIMITS = {
     **dict.fromkeys(("horizon", "batch_size", "buffer_size", "n_step", "hidden_size"), (1, None)),
-    **dict.fromkeys(("target_every", "log_every"), (1, None)),
-    **dict.fromkeys(("discount", "final_epsilon", "exploration_fraction"), (0, 1)),
+    "target_every": (1, None),
+    **dict.fromkeys(("discount", "polyak", "final_epsilon", "exploration_fraction"), (0, 1)),
     **dict.fromkeys(("priority_exponent", "importance_exponent"), (0, 1)),
-    "polyak": (0, 1),
     "exploration_length": (1, None),
     "max_grad_norm": (1e-9, None),
 }

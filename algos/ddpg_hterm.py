@@ -36,10 +36,10 @@ from torch import Tensor, nn
 
 import vec_envs
 from algos.worker_learner import (
+    ReplayArgs,
     ReplayBuffer,
     Result,
     Run,
-    RunArgs,
     UserError,
     Workers,
     flatten,
@@ -50,7 +50,7 @@ from algos.worker_learner import (
 
 
 @dataclass
-class Args(RunArgs):
+class Args(ReplayArgs):
     """DDPG with the H-term on any environment of vec_envs with continuous actions."""
 
     env: str = "HalfCheetah"
@@ -89,10 +89,6 @@ class Args(RunArgs):
     """width of the two hidden layers of actor and critic"""
     bf16: bool = False
     """multiply matrices in bfloat16 where losses are computed, if the processor is fast at it"""
-    save_replay: bool = True
-    """keep the replay buffer in the checkpoint; without it a resumed run fills it anew"""
-    log_every: int = 1000
-    """steps between entries of the losses in metrics.csv"""
     hterm_coef: float = 0.125
     """λ at first, weight of the H-term (0: ddpg.py)"""
     hterm_length: int = 8
@@ -104,7 +100,7 @@ class Args(RunArgs):
 LIMITS = {
     **dict.fromkeys(("horizon", "batch_size", "buffer_size", "n_step", "hidden_size"), (1, None)),
     **dict.fromkeys(("discount", "polyak", "noise_decay"), (0, 1)),
-    **dict.fromkeys(("log_every", "hterm_length", "hterm_newest"), (1, None)),
+    **dict.fromkeys(("hterm_length", "hterm_newest"), (1, None)),
     "exploration_noise": (1e-3, None),  # the H-term's density needs some
 }
 

@@ -34,10 +34,10 @@ from torch import Tensor, nn
 
 import vec_envs
 from algos.worker_learner import (
+    ReplayArgs,
     ReplayBuffer,
     Result,
     Run,
-    RunArgs,
     Workers,
     flatten,
     gradient_step,
@@ -47,7 +47,7 @@ from algos.worker_learner import (
 
 
 @dataclass
-class Args(RunArgs):
+class Args(ReplayArgs):
     """MADDPG on any environment of vec_envs with several agents."""
 
     env: str = "SpeakerListener"
@@ -60,8 +60,6 @@ class Args(RunArgs):
     """steps, of all agents, of one update"""
     buffer_size: int = 200_000
     """environment steps in the replay buffer"""
-    save_replay: bool = True
-    """keep the replay buffer in the checkpoint; without it a resumed run fills it anew"""
     warmup_steps: int = 5000
     """steps before the first update"""
     learning_rate: float = 1e-3
@@ -81,12 +79,10 @@ class Args(RunArgs):
     hidden_size: int = 64
     """width of the two hidden layers of actors and critics"""
     log_every: int = 5000
-    """steps between entries of the losses in metrics.csv"""
 
 
 LIMITS = {
-    **dict.fromkeys(("horizon", "batch_size", "buffer_size"), (1, None)),
-    **dict.fromkeys(("hidden_size", "log_every"), (1, None)),
+    **dict.fromkeys(("horizon", "batch_size", "buffer_size", "hidden_size"), (1, None)),
     **dict.fromkeys(("discount", "polyak"), (0, 1)),
     "max_grad_norm": (1e-9, None),
 }

@@ -31,10 +31,10 @@ from torch import Tensor, nn
 
 import vec_envs
 from algos.worker_learner import (
+    ReplayArgs,
     ReplayBuffer,
     Result,
     Run,
-    RunArgs,
     Workers,
     flatten,
     gradient_step,
@@ -44,7 +44,7 @@ from algos.worker_learner import (
 
 
 @dataclass
-class Args(RunArgs):
+class Args(ReplayArgs):
     """MATD3 on any environment of vec_envs with several agents."""
 
     env: str = "SpeakerListener"
@@ -57,8 +57,6 @@ class Args(RunArgs):
     """steps, of all agents, of one update"""
     buffer_size: int = 200_000
     """environment steps in the replay buffer"""
-    save_replay: bool = True
-    """keep the replay buffer in the checkpoint; without it a resumed run fills it anew"""
     warmup_steps: int = 5000
     """steps before the first update"""
     learning_rate: float = 1e-3
@@ -84,12 +82,11 @@ class Args(RunArgs):
     hidden_size: int = 64
     """width of the two hidden layers of actors and critics"""
     log_every: int = 5000
-    """steps between entries of the losses in metrics.csv"""
 
 
 LIMITS = {
-    **dict.fromkeys(("horizon", "batch_size", "buffer_size"), (1, None)),
-    **dict.fromkeys(("hidden_size", "log_every", "policy_delay"), (1, None)),
+    **dict.fromkeys(("horizon", "batch_size", "buffer_size", "hidden_size"), (1, None)),
+    "policy_delay": (1, None),
     **dict.fromkeys(("discount", "polyak"), (0, 1)),
     "max_grad_norm": (1e-9, None),
 }

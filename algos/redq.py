@@ -30,10 +30,10 @@ from torch import Tensor, nn
 
 import vec_envs
 from algos.worker_learner import (
+    ReplayArgs,
     ReplayBuffer,
     Result,
     Run,
-    RunArgs,
     UserError,
     Workers,
     flatten,
@@ -44,7 +44,7 @@ from algos.worker_learner import (
 
 
 @dataclass
-class Args(RunArgs):
+class Args(ReplayArgs):
     """REDQ on any environment of vec_envs with continuous actions."""
 
     env: str = "Hopper"
@@ -86,16 +86,12 @@ class Args(RunArgs):
     """width of the two hidden layers of actor and critics"""
     bf16: bool = False
     """multiply matrices in bfloat16 where losses are computed, if the processor is fast at it"""
-    save_replay: bool = True
-    """keep the replay buffer in the checkpoint; without it a resumed run fills it anew"""
-    log_every: int = 1000
-    """steps between entries of the losses in metrics.csv"""
 
 
 LIMITS = {
     **dict.fromkeys(("horizon", "batch_size", "buffer_size", "n_step", "hidden_size"), (1, None)),
     **dict.fromkeys(("discount", "polyak"), (0, 1)),
-    **dict.fromkeys(("log_every", "policy_delay", "ensemble_size", "subset_size"), (1, None)),
+    **dict.fromkeys(("policy_delay", "ensemble_size", "subset_size"), (1, None)),
     "target_entropy": (None, None),
 }
 

@@ -37,10 +37,10 @@ from torch import Tensor, nn
 
 import vec_envs
 from algos.worker_learner import (
+    ReplayArgs,
     ReplayBuffer,
     Result,
     Run,
-    RunArgs,
     Workers,
     count_learners,
     flatten,
@@ -51,7 +51,7 @@ from algos.worker_learner import (
 
 
 @dataclass
-class Args(RunArgs):
+class Args(ReplayArgs):
     """Discrete SAC on any environment with discrete actions."""
 
     env: str = "CartPole"
@@ -84,15 +84,10 @@ class Args(RunArgs):
     """α in the beginning"""
     hidden_size: int = 128
     """width of the two hidden layers of actor and critics"""
-    save_replay: bool = True
-    """keep the replay buffer in the checkpoint; without it a resumed run fills it anew"""
-    log_every: int = 1000
-    """steps between entries of the losses in metrics.csv"""
 
 
 LIMITS = {
     **dict.fromkeys(("horizon", "batch_size", "buffer_size", "n_step", "hidden_size"), (1, None)),
-    "log_every": (1, None),
     **dict.fromkeys(("discount", "polyak", "target_entropy", "exploration_fraction"), (0, 1)),
     "initial_temperature": (1e-9, None),
     "exploration_length": (1, None),

@@ -113,6 +113,16 @@ class RunArgs:
     default: of these and of the losses with their gradients; graphs: with CUDA graphs (GPU only)"""
 
 
+@dataclass
+class ReplayArgs(RunArgs):
+    """What scripts with a replay buffer share besides."""
+
+    save_replay: bool = True
+    """keep the replay buffer in the checkpoint; without it a resumed run fills it anew"""
+    log_every: int = 1000
+    """steps between entries of the losses in metrics.csv"""
+
+
 RUN_LIMITS = {
     "total_steps": (1, None),
     "num_envs": (0, 2**20),
@@ -121,6 +131,7 @@ RUN_LIMITS = {
     "env_threads": (0, 1024),
     "eval_episodes": (1, 10_000),
     "checkpoint_every": (1, None),
+    "log_every": (1, None),
 }
 
 # What N learners divide among themselves, where a script has it.
