@@ -191,9 +191,8 @@ class VecEnv(VectorEnv):
         if not self.exact_resume:
             raise NotImplementedError(f"{self.name}: a simulator that is not ours cannot be saved")
         names = ("obs", "_returns", "_lengths", *self.state_names)
-        state = {
-            name: getattr(self, name).clone() for name in names if getattr(self, name) is not None
-        }
+        values = {name: getattr(self, name) for name in names}
+        state = {name: value.clone() for name, value in values.items() if value is not None}
         return {**state, "generator": self.generator.get_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -248,10 +247,8 @@ class MultiAgentVecEnv(VecEnv):
         if available_in_obs:
             low, high = (np.pad(b, (0, action_space.n)) for b in (obs_space.low, obs_space.high))
             high[-action_space.n :] = 1.0
-            obs_space, obs_mask = (
-                gymnasium.spaces.Box(low, high),
-                torch.cat((obs_mask, action_mask), 1),
-            )
+            obs_space = gymnasium.spaces.Box(low, high)
+            obs_mask = torch.cat((obs_mask, action_mask), 1)
         super().__init__(name, num_envs, device, seed, obs_space, action_space, max_episode_steps)
         self.num_agents = len(obs_mask)
         self.observation_space = batch_space(batch_space(obs_space, self.num_agents), num_envs)

@@ -50,14 +50,9 @@ class GymEnv(VecEnv):
     _envs: SyncVectorEnv | AsyncVectorEnv | None = None
 
     def __init__(
-        self,
-        name: str,
-        num_envs: int,
-        device: torch.device | str = "cpu",
-        seed: int = 0,
-        processes: bool = False,
-        **options: Any,
-    ):
+        self, name: str, num_envs: int, device: torch.device | str = "cpu", seed: int = 0,
+        processes: bool = False, **options: Any,
+    ):  # fmt: skip
         make_one = _maker(name, options)
         probe = _probe(name, make_one)
         observation, action = probe.observation_space, probe.action_space
@@ -284,8 +279,9 @@ class MultiAgentGymEnv(MultiAgentVecEnv):
         make_one = _maker_of_worlds(name, options)
         self._worlds = [make_one() for _ in range(max(1, num_envs))]
         world = self._worlds[0]
-        for spaces in zip(world.observation_spaces, world.action_spaces, strict=True):
-            _check_spaces(name, *spaces)
+        spaces = world.observation_spaces, world.action_spaces
+        for pair in zip(*spaces, strict=True):
+            _check_spaces(name, *pair)
         kinds = {type(space) for space in world.action_spaces}
         if len(kinds) > 1 or not all(isinstance(s, Box) for s in world.observation_spaces):
             raise ValueError(
@@ -293,16 +289,7 @@ class MultiAgentGymEnv(MultiAgentVecEnv):
                 "observations and actions that are all Discrete or all flat Boxes are"
             )
         masked = world.masks_actions(seed) and kinds == {Discrete}
-        super().__init__(
-            name,
-            num_envs,
-            device,
-            seed,
-            world.observation_spaces,
-            world.action_spaces,
-            NO_TIME_LIMIT,
-            available_in_obs=masked,
-        )
+        super().__init__(name, num_envs, device, seed, *spaces, NO_TIME_LIMIT, masked)
         self.metadata = {**world.env.metadata, **self.metadata}
         self._own_state = None if world.state() is None else torch.empty(0)
         self._next_seed: int | None = int(seed)  # of a reset() that names none
@@ -342,15 +329,11 @@ class MultiAgentGymEnv(MultiAgentVecEnv):
         reward = torch.tensor(np.array(rewards), dtype=torch.float32, device=self.device)
         terminated = torch.tensor(terminated, device=self.device)
         truncated = torch.tensor(truncated, device=self.device)
-        final_obs = self._observe()
-        self.obs = final_obs
+        self.obs = final_obs = self._observe()
         self._look()
         final_state = self.state
-        returns, lengths, done = (
-            self._returns + reward.sum(1),
-            self._lengths + 1,
-            terminated | truncated,
-        )
+        returns, lengths = self._returns + reward.sum(1), self._lengths + 1
+        done = terminated | truncated
         ended = done.nonzero().flatten().tolist()
         for i in ended:
             self._worlds[i].reset(None, None)

@@ -113,10 +113,8 @@ class CSimulation:
 
     def state_dict(self) -> dict[str, Tensor]:
         physics = np.stack([self.state_of(data) for data in self.data])
-        return {
-            "physics": torch.from_numpy(physics),
-            **{k: v.clone() for k, v in self.fields.items()},
-        }
+        fields = {name: field.clone() for name, field in self.fields.items()}
+        return {"physics": torch.from_numpy(physics), **fields}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         for data, row in zip(self.data, state["physics"].numpy(), strict=True):
@@ -356,17 +354,13 @@ class MujocoEnv(VecEnv):
     frame_skip: int
     max_episode_steps = 1000
     camera_elevation, camera_follows = -15, False  # degrees; whether it goes along
+    normal_velocity = False  # at the start of an episode; else uniform
     defaults: dict[str, Any] = {}
 
     def __init__(
-        self,
-        num_envs: int,
-        device: torch.device | str = "cpu",
-        seed: int = 0,
-        env_threads: int = 0,
-        backend: str | None = None,
-        **options: Any,
-    ):
+        self, num_envs: int, device: torch.device | str = "cpu", seed: int = 0,
+        env_threads: int = 0, backend: str | None = None, **options: Any,
+    ):  # fmt: skip
         name, device = type(self).__name__, torch.device(device)
         allowed = {"xml_file": self.xml_file, "frame_skip": self.frame_skip, **self.defaults}
         for option, value in options.items():
@@ -387,27 +381,14 @@ class MujocoEnv(VecEnv):
         self.model = mujoco.MjModel.from_xml_path(str(ASSETS / self.options.xml_file))
         self.dt = self.model.opt.timestep * self.options.frame_skip  # seconds a step
         fields = {"qpos": ("qpos", EVERYTHING), "qvel": ("qvel", EVERYTHING), **self._fields()}
-        if backend == "c":
-            self.sim = CSimulation(
-                self.model, max(num_envs, 1), self.options.frame_skip, env_threads, fields
-            )
-        else:
-            self.sim = WarpSimulation(
-                self.model, max(num_envs, 1), self.options.frame_skip, device, fields
-            )
+        kind, where = (CSimulation, env_threads) if backend == "c" else (WarpSimulation, device)
+        self.sim = kind(self.model, max(num_envs, 1), self.options.frame_skip, where, fields)
         self.init_qpos = torch.tensor(self.model.qpos0, dtype=self.sim.dtype, device=device)
         low, high = self.model.actuator_ctrlrange.astype(np.float32).T
         self.device = device
-        obs_dim = self._observation().shape[1]
-        super().__init__(
-            name,
-            num_envs,
-            device,
-            seed,
-            Box(-np.inf, np.inf, (obs_dim,), np.float32),
-            Box(low, high, dtype=np.float32),
-            self.max_episode_steps,
-        )
+        obs_space = Box(-np.inf, np.inf, (self._observation().shape[1],), np.float32)
+        spaces = obs_space, Box(low, high, dtype=np.float32)
+        super().__init__(name, num_envs, device, seed, *spaces, self.max_episode_steps)
         self._unstable: Tensor | None = None  # (N,) envs whose simulation blew up in this step
         self.unstable_episodes = torch.zeros((), dtype=torch.int64, device=device)
 
@@ -428,8 +409,12 @@ class MujocoEnv(VecEnv):
         return {}
 
     def _initial_state(self) -> tuple[Tensor, Tensor]:
-        """qpos (N, nq) and qvel (N, nv) at the start of an episode."""
-        raise NotImplementedError
+        """qpos (N, nq) and qvel (N, nv) at the start: noise of `reset_noise_scale` around qpos0."""
+        scale, nv = self.options.reset_noise_scale, self.model.nv
+        qpos = self.init_qpos + self._uniform(-scale, scale, self.model.nq)
+        if self.normal_velocity:
+            return qpos, scale * self._normal(nv)
+        return qpos, self._uniform(-scale, scale, nv)
 
     def _observation(self) -> Tensor:
         raise NotImplementedError
@@ -498,22 +483,15 @@ class MujocoEnv(VecEnv):
 
     def _normal(self, size: int) -> Tensor:  # (N, size)
         return torch.randn(
-            self.num_envs,
-            size,
-            generator=self.generator,
-            device=self.device,
-            dtype=self.sim.dtype,
+            self.num_envs, size, generator=self.generator, device=self.device, dtype=self.sim.dtype
         )
 
 
 def _is_like(value: Any, default: Any) -> bool:
     """Whether an option's value can stand where its default does."""
     if isinstance(default, tuple):
-        return (
-            isinstance(value, tuple | list)
-            and len(value) == len(default)
-            and all(map(_is_like, value, default))
-        )
+        same_length = isinstance(value, tuple | list) and len(value) == len(default)
+        return same_length and all(map(_is_like, value, default))
     if isinstance(default, bool | str):
         return isinstance(value, type(default))
     if isinstance(default, float):
@@ -526,21 +504,12 @@ class Runner(MujocoEnv):
 
     reward = forward_reward_weight · (x' − x)/dt + healthy_reward · [healthy]
              − ctrl_cost_weight · ‖a‖² − contact cost
-    It ends when it is no longer healthy (those that can fall). Initial state: qpos0 plus uniform
-    noise, velocity uniform or normal noise, both of `reset_noise_scale`.
+    It ends when it is no longer healthy (those that can fall).
     """
 
     camera_follows = True
     skipped_positions = 1  # x (and y): where it is does not matter for how to run
-    normal_velocity = False
     max_observed_velocity = float("inf")
-
-    def _initial_state(self) -> tuple[Tensor, Tensor]:
-        scale, nv = self.options.reset_noise_scale, self.model.nv
-        qpos = self.init_qpos + self._uniform(-scale, scale, self.model.nq)
-        if self.normal_velocity:
-            return qpos, scale * self._normal(nv)
-        return qpos, self._uniform(-scale, scale, nv)
 
     def _observation(self) -> Tensor:
         limit = self.max_observed_velocity
@@ -760,11 +729,6 @@ class InvertedPendulum(MujocoEnv):
     xml_file, frame_skip = "inverted_pendulum.xml", 2
     defaults = {"reset_noise_scale": 0.01}
 
-    def _initial_state(self) -> tuple[Tensor, Tensor]:
-        scale = self.options.reset_noise_scale
-        qpos = self.init_qpos + self._uniform(-scale, scale, self.model.nq)
-        return qpos, self._uniform(-scale, scale, self.model.nv)
-
     def _observation(self) -> Tensor:
         return torch.cat((self.qpos, self.qvel), 1)
 
@@ -781,16 +745,11 @@ class InvertedDoublePendulum(MujocoEnv):
     ends when y ≤ 1.
     """
 
-    xml_file, frame_skip = "inverted_double_pendulum.xml", 5
+    xml_file, frame_skip, normal_velocity = "inverted_double_pendulum.xml", 5, True
     defaults = {"healthy_reward": 10.0, "reset_noise_scale": 0.1}
 
     def _fields(self) -> dict[str, tuple[str, Any]]:
         return {"tip": ("site_xpos", 0), "qfrc_constraint": ("qfrc_constraint", EVERYTHING)}
-
-    def _initial_state(self) -> tuple[Tensor, Tensor]:
-        scale = self.options.reset_noise_scale
-        qpos = self.init_qpos + self._uniform(-scale, scale, self.model.nq)
-        return qpos, self._normal(self.model.nv) * scale
 
     def _observation(self) -> Tensor:
         angles = self.qpos[:, 1:]
@@ -836,11 +795,9 @@ class Reacher(MujocoEnv):
         return self.sim.fields["fingertip"] - self.sim.fields["target"]
 
     def _observation(self) -> Tensor:
-        joints = self.qpos[:, :2]
-        return torch.cat(
-            (joints.cos(), joints.sin(), self.qpos[:, 2:], self.qvel[:, :2], self._offset()[:, :2]),
-            1,
-        )
+        joints, offset = self.qpos[:, :2], self._offset()[:, :2]
+        parts = joints.cos(), joints.sin(), self.qpos[:, 2:], self.qvel[:, :2], offset
+        return torch.cat(parts, 1)
 
     def _reward(self, before: None, action: Tensor) -> tuple[Tensor, Tensor]:
         distance = self._offset().norm(dim=1) * self.options.reward_dist_weight
