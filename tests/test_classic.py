@@ -173,7 +173,8 @@ def roll(env, steps, seed):
     """Observations, rewards and ends of `steps` steps."""
     rng = np.random.default_rng(seed)
     out = [env.step(torch.from_numpy(actions(env, rng))) for _ in range(steps)]
-    return [torch.stack([step[part] for step in out]) for part in range(4)]
+    parts = [torch.stack([step[part] for step in out]) for part in range(4)]
+    return [*parts, torch.stack([step[4]["episode_return"] for step in out])]
 
 
 @pytest.mark.parametrize("name", CLASSIC)
@@ -332,6 +333,14 @@ def test_single_precision_as_on_a_gpu(name, monkeypatch):
             break  # the two draw different numbers
         torch.testing.assert_close(got[0], expected[0], atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(got[1], expected[1], atol=1e-4, rtol=1e-4)
+
+
+def test_a_reset_begins_new_statistics():
+    env = make("CartPole", 2, seed=0)
+    for _ in range(2):
+        env.reset()
+        info = env.step(torch.zeros(2, dtype=torch.int64))[-1]
+        assert info["episode_length"].tolist() == info["episode_return"].tolist() == [1, 1]
 
 
 def test_an_observation_is_the_learners_own():

@@ -9,6 +9,7 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
+from test_offpolicy import NoEvaluator
 from test_runs import (
     ROOT,
     finish,
@@ -21,8 +22,8 @@ from test_runs import (
     wait_for_pause,
 )
 
-from algos import d3qn, dqn, pqn, sac_discrete
-from algos.worker_learner import UserError, Workers
+from algos import d3qn, dqn, pqn, sac_discrete, worker_learner
+from algos.worker_learner import UserError, Workers, flatten, gradient_of
 
 OBS = gymnasium.spaces.Box(-np.inf, np.inf, (5,))
 ACTIONS = gymnasium.spaces.Discrete(3)
@@ -216,6 +217,32 @@ def test_lambda_returns_against_their_definition():
     np.testing.assert_allclose(pqn.lambda_returns(*tensors, args), expected, atol=1e-12)
 
 
+def test_pqn_bootstraps_from_the_best_action_at_the_true_next_observation():
+    agent, args = make_agent(pqn)
+    names = ("obs", "next_obs", "action", "reward", "terminated")
+    rollout = {name: random_batch()[name].unflatten(0, (4, 3)) for name in names}
+    rollout["done"] = rollout["terminated"] | (torch.arange(3) == 1)
+    prepared = pqn.prepare(agent, rollout, args)
+    q = layer_norm_network(normalized(random_batch(), "next_obs"), flat(agent))
+    value = torch.tensor(q.max(1)).view(4, 3)
+    ends = rollout["terminated"], rollout["done"]
+    expected = pqn.lambda_returns(rollout["reward"], value, *ends, args).flatten()
+    torch.testing.assert_close(prepared["returns"], expected)
+    torch.testing.assert_close(prepared["obs"], torch.tensor(normalized(random_batch())))
+
+
+def test_d3qn_tells_the_buffer_how_wrong_each_transition_was():
+    agent, args = make_agent(d3qn)
+    target, told = copy.deepcopy(agent.q_network), []
+    batch = random_batch() | {"index": torch.arange(SIZE) + 7}
+    _, _, error = d3qn.q_loss(agent, target, batch, args)
+    optimizer = torch.optim.SGD([flatten(agent)], 1e-3)
+    replay = SimpleNamespace(sample=lambda size: batch, update_priorities=lambda *x: told.extend(x))
+    d3qn.update(agent, target, optimizer, replay, gradient_of(d3qn.q_loss, agent), args)
+    assert torch.equal(told[0], batch["index"])
+    torch.testing.assert_close(told[1], error.detach())
+
+
 def sac_parts(weights):
     """log α, the actor's weights, and the critics': (2, inputs, outputs) and (2, 1, outputs)."""
     shapes = [(2, 5, HIDDEN), (2, HIDDEN, HIDDEN), (2, HIDDEN, 3)]
@@ -292,6 +319,12 @@ def test_epsilon_falls_linearly_and_stays(module):
         assert module.epsilon_at(step, args) == pytest.approx(epsilon)
     args = module.Args(total_steps=1000, exploration_fraction=0.0, final_epsilon=0.2)
     assert module.epsilon_at(1, args) == 0.2
+
+
+def test_target_entropy_falls_linearly_and_stays():
+    args = sac_discrete.Args(total_steps=1000, exploration_fraction=0.5, target_entropy=0.38)
+    for step, entropy in ((0, 0.98), (250, 0.68), (500, 0.38), (900, 0.38)):
+        assert sac_discrete.target_entropy_at(step, args) == pytest.approx(entropy)
 
 
 class Corridor:
@@ -391,6 +424,34 @@ def test_continuous_actions_are_an_error_that_names_other_scripts(module, tmp_pa
     with pytest.raises(UserError, match=r"--env Pendulum has continuous actions.*ppo\.py") as e:
         module.train(args)
     assert "\n" not in str(e.value) and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("script", [dqn, d3qn, sac_discrete])
+def test_what_train_does_with_the_target_and_the_buffer(script, tmp_path, monkeypatch):
+    """θ̄ ← θ̄ + τ (θ − θ̄) after each update; n, γ and (d3qn) β as they should be."""
+    exponents, following = [], []
+
+    def vector(network):
+        return torch.nn.utils.parameters_to_vector(network.parameters()).detach().clone()
+
+    def watched(agent, target, optimizer, replay, *rest, original=script.update):
+        before = vector(target)
+        assert not following or torch.equal(following.pop(), before)
+        assert replay.n_step == 2 and replay._powers[1].item() == pytest.approx(0.9)
+        exponents.append(replay.importance_exponent)
+        losses = original(agent, target, optimizer, replay, *rest)
+        ours = vector(agent.critics if script is sac_discrete else agent.q_network)
+        following.append(before.lerp(ours, 0.3))
+        return losses
+
+    monkeypatch.setattr(worker_learner, "Evaluator", NoEvaluator)
+    monkeypatch.setattr(script, "update", watched)
+    script.train(script.Args(
+        env="CartPole", num_envs=2, total_steps=100, warmup_steps=20, hidden_size=8, polyak=0.3,
+        n_step=2, discount=0.9, eval_every=0, device="cpu", run_dir=str(tmp_path / "run"),
+    ))  # fmt: skip
+    assert len(exponents) > 10
+    assert script is not d3qn or exponents[0] < 0.6 < 0.95 < exponents[-1]
 
 
 REPLAY = "--n-step 3 --batch-size 16 --buffer-size 1500 --warmup-steps 300 --log-every 99"

@@ -325,6 +325,50 @@ def test_the_chain_term_against_loops():
     torch.testing.assert_close(ours, theirs, atol=1e-9, rtol=1e-6)
 
 
+def test_the_published_term_against_loops():
+    torch.manual_seed(0)
+    args = ppo_hterm_variants.Args(hterm="published", hterm_length=3, hterm_windows=2)
+    agent = ppo_hterm_variants.Agent(OBS, BOX, args)
+    rollout = {"obs": torch.randn(9, 4, 3), "action": 3 * torch.randn(9, 4, 2)}
+    rollout |= {"reward": torch.randn(9, 4), "done": torch.rand(9, 4) < 0.2}
+    windows = ppo_hterm_variants.Windows(rollout, args)
+    cut = windows.cut(rollout)
+    windows.keep_best(cut)
+    assert torch.equal(windows.worth.sort().values, cut["worth"].sort().values[-8:])
+    best = windows.draw(cut, "top")["worth"]
+    assert torch.equal(best.sort().values, cut["worth"].sort().values[-2:])
+    windows.mask[:, 2] = 0
+    torch.manual_seed(1)
+    term, _ = ppo_hterm_variants.published_term(agent, windows)
+    torch.manual_seed(1)
+    low, high, expected = windows.reward.min(), windows.reward.max(), 0.0
+    for i in torch.randint(8, (2,)):
+        chain = 0.0
+        for k in range(3):
+            alive = windows.mask[i, k]
+            log_prob, _ = agent.log_prob_entropy(windows.obs[i, k], windows.action[i, k])
+            chain += alive * log_prob
+            share = alive * (windows.reward[i, k] - low) / (high - low)
+            expected -= 0.8 ** (k + 1) * share * chain.clamp(-16, 2) / 2
+    torch.testing.assert_close(term, expected)
+
+
+def test_the_variants_td_errors_and_cap():
+    args = ppo_hterm_variants.Args(num_envs=4, hidden_size=8, discount=0.5)
+    agent = ppo_hterm_variants.Agent(OBS, BOX, args)
+    rollout = {"obs": torch.randn(6, 4, 3), "next_obs": torch.randn(6, 4, 3)}
+    rollout |= {"action": torch.randn(6, 4, 2), "reward": torch.zeros(6, 4)}
+    rollout |= {"terminated": torch.rand(6, 4) < 0.3, "done": torch.rand(6, 4) < 2}
+    delta = ppo_hterm_variants.prepare(agent, rollout, args)["delta"].view(6, 4)
+    value, next_value = agent.value(rollout["obs"]), agent.value(rollout["next_obs"])
+    expected = torch.where(rollout["terminated"], 0.0, 0.5 * next_value) - value
+    torch.testing.assert_close(delta, expected.detach())
+    base, term = torch.tensor([3.0, 4.0]), torch.tensor([0.0, 2.0])
+    for coef, added in ((0.1, 0.2), (9.0, 1.25)):
+        sum_ = ppo_hterm_variants.add_capped(base, term, coef)
+        torch.testing.assert_close(sum_, base + torch.tensor([0.0, added]))
+
+
 @pytest.mark.parametrize("form", ["boltzmann", "uniform"])
 def test_any_step_is_drawn_alike(form):
     levels = torch.linspace(-5, 5, 20)

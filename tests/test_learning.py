@@ -95,6 +95,52 @@ def echo(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("script", [*SCRIPTS, *CONTINUOUS, *DISCRETE, *MULTI_AGENT])
+def test_collect_keeps_apart_what_the_environment_said(script):
+    """Terminated from truncated, the true next observation from the reset's, before from after."""
+    module, many = importlib.import_module(f"algos.{script}"), script in MULTI_AGENT
+    name = "SpeakerListener" if many else "CartPole" if script in DISCRETE else "Pendulum"
+    envs = vec_envs.make(name, 3)
+    envs.reset()
+    args = module.Args(num_envs=3, hidden_size=4)
+    spaces = (envs,) if many else (envs.single_observation_space, envs.single_action_space)
+    agent, agents = module.Agent(*spaces, args), (envs.num_agents,) if many else ()
+    width = getattr(envs.single_action_space, "n", 1)
+    shapes = dict.fromkeys(("obs", "next_obs"), (*agents, *envs.single_observation_space.shape))
+    shapes |= dict.fromkeys(("alive", "next_alive", "reward"), agents)
+    shapes |= dict.fromkeys(("hidden", "next_hidden"), (*agents, 4))
+    shapes |= dict.fromkeys(("state", "next_state"), (getattr(envs, "state_dim", 0),))
+    shapes |= dict.fromkeys(("kept", "log_prob", "episode_return", "episode_length"), ())
+    shapes |= {"noise": (width,), "x": (1,)}
+    rollout = {key: torch.zeros(4, 3, *shape) for key, shape in shapes.items()}
+    shape, kind = envs.action_space.shape[1:], torch.from_numpy(envs.action_space.sample()).dtype
+    rollout["action"] = torch.zeros(4, 3, *shape, dtype=kind)
+    ends = torch.tensor([True, False, False]), torch.tensor([False, True, False])
+    rollout |= {key: torch.zeros(4, 3, dtype=torch.bool) for key in ("terminated", "done")}
+    said, step = [], envs.step
+
+    def watched(action):
+        now = {"obs": envs.obs.clone(), "terminated": ends[0], "done": ends[0] | ends[1]}
+        now |= {"state": envs.state.clone(), "alive": envs.alive.float()} if many else {}
+        _, reward, _, _, info = step(action)
+        info = {key: torch.rand(x.shape) for key, x in info.items()}  # unlike all else
+        now |= {"reward": reward, "next_obs": info["final_obs"]}
+        now |= {key: info[key] for key in ("episode_return", "episode_length")}
+        if many:
+            envs.alive = torch.rand(envs.alive.shape) < 0.5
+            now["next_state"] = info["final_state"]
+            now["next_alive"] = torch.where(now["done"][:, None], now["alive"], envs.alive.float())
+        said.append(now)
+        return envs.obs, reward, *ends, info
+
+    envs.step = watched
+    module.collect(agent, envs, rollout)
+    for key in said[0]:
+        ours, theirs = rollout[key], torch.stack([now[key] for now in said]).to(rollout[key])
+        unused = not ours.any() and key in ("state", "next_state", "alive", "next_alive")
+        assert unused or torch.equal(ours, theirs), key
+
+
+@pytest.mark.parametrize("script", [*SCRIPTS, *CONTINUOUS, *DISCRETE, *MULTI_AGENT])
 def test_it_learns(script, echo, tmp_path):
     module, many = importlib.import_module(f"algos.{script}"), script in MULTI_AGENT
     kind = "Discrete" if script in DISCRETE else "Box"

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from algos import mappo, play, ppo
-from algos.worker_learner import UserError
+from algos.worker_learner import UserError, flatten, gradient_of
 from vec_envs import make
 
 TINY = {"num_envs": 4, "hidden_size": 8, "eval_episodes": 2, "eval_every": 0, "epochs": 2}
@@ -175,6 +175,17 @@ def test_returns_are_those_of_the_team(team):
         torch.testing.assert_close(batch["advantage"].view(30, 2, 3)[..., i], expected)
         returns = agent.value_normalizer.real(batch["returns"].view(30, 2, 3)[..., i])
         torch.testing.assert_close(returns, (expected + real[0][..., i]).detach())
+        old = agent.value_normalizer.real(batch["value"].view(30, 2, 3)[..., i])
+        torch.testing.assert_close(old, real[0][..., i].detach())
+
+
+def test_an_update_takes_in_what_was_seen():
+    agent, args = make_agent()
+    rollout, optimizer = random_rollout(), torch.optim.SGD([flatten(agent)], 0.1)
+    mappo.update(agent, optimizer, rollout, gradient_of(mappo.minibatch_loss, agent), args)
+    seen = rollout["obs"].flatten(0, 1).flatten(1), rollout["state"].flatten(0, 1)
+    for normalizer, x in zip((agent.normalizer, agent.state_normalizer), seen, strict=True):
+        torch.testing.assert_close(normalizer.mean, x.mean(0))
 
 
 def test_the_value_normalizer_and_its_way_back():
@@ -264,7 +275,9 @@ def test_the_living_are_the_batch():
     batch["log_prob"] = batch["log_prob"] + 0.3 * torch.randn_like(batch["log_prob"])
     batch["alive"][3:, 1:] = 0
     living = batch["alive"] > 0
-    _, losses = mappo.minibatch_loss(agent, batch, args)
+    total, losses = mappo.minibatch_loss(agent, batch, args)
+    weighted = losses["policy"] + args.value_coef * losses["value"] - 0.1 * losses["entropy"]
+    torch.testing.assert_close(total, weighted)
     log_prob, entropy = agent.log_prob_entropy(batch["obs"], batch["action"], batch["available"])
     advantage = batch["advantage"][living]
     advantage = (advantage - advantage.mean()) / (advantage.std(correction=0) + 1e-8)

@@ -228,6 +228,15 @@ def test_gradient_of_the_temperature():
         np.testing.assert_allclose(agent.actor.log_temperature.grad, slope)
 
 
+@pytest.mark.parametrize("script", [sac, redq, mod_sac, crossq, sac_hterm])
+def test_the_temperature_moves_by_its_own_loss_only(script):
+    """Down the slope of −log α · (E[log π] + H̄), with H̄ = −dim(A), not by what the actor pays."""
+    agent, _, args = make_agent(script)
+    loss, _, log_prob = script.policy_loss(agent, random_batch(), args)
+    loss.backward()
+    torch.testing.assert_close(agent.actor.log_temperature.grad, 2 - log_prob.mean())
+
+
 @pytest.mark.parametrize("mean", [0.0, -3.0, 9.0, 30.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_log_prob_is_that_of_torch_distributions(mean, dtype):
@@ -600,6 +609,38 @@ def test_without_the_h_term_the_run_is_the_parents_bit_for_bit(parent, child, op
     assert not torch.equal(weights_of(with_term), weights_of(base))
     curve = (tmp_path / "2" / "metrics.csv").read_text()
     assert "losses/hamiltonian" in curve and "losses/effective_sample_size" in curve
+
+
+@pytest.mark.parametrize("script", [ddpg, td3, sac, redq, mod_sac, crossq, td3_hterm])
+def test_what_train_hands_on(script, tmp_path, monkeypatch):
+    """The flags and each batch's errors to the buffer, whose β rises to 1; warm-up ends in time."""
+    made, told, exponents, warm = [], [], [], []
+
+    class Spy(ReplayBuffer):
+        def __init__(self, *given, **options):
+            made.append(options)
+            super().__init__(*given, **options)
+
+        def sample(self, batch_size):
+            exponents.append(self.importance_exponent)
+            self.drawn = super().sample(batch_size)
+            return self.drawn
+
+        def update_priorities(self, index, td_error):
+            told.append(index is self.drawn["index"] and td_error.shape == index.shape)
+
+    def collect(agent, *rest, original=script.collect):
+        warm.append(agent.warm_up.item())
+        original(agent, *rest)
+
+    monkeypatch.setattr(script, "ReplayBuffer", Spy)
+    monkeypatch.setattr(script, "collect", collect)
+    options = {"n_step": 3, "discount": 0.9, "prioritized": True}
+    small = {"total_steps": 100, "utd_ratio": 0.5, "critic_hidden_size": 8}
+    count = run_of(script, tmp_path / "run", **options, **small)
+    assert made == [options] and warm == [True] * 25 + [False] * 25
+    assert told == [True] * count and 20 < count < 30
+    assert exponents[0] < 0.75 and exponents == sorted(exponents) and exponents[-1] == 1
 
 
 def weights_of(content):

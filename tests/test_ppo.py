@@ -134,8 +134,10 @@ def numpy_ppo_loss(weights, batch, args):
 def test_gradient_of_the_loss(clip_value):
     agent, args = make_agent(clip_value=clip_value, entropy_coef=0.03, value_coef=0.7, clip=0.3)
     batch = random_batch(agent)
-    loss, _ = ppo.minibatch_loss(agent, batch, args)
+    loss, losses = ppo.minibatch_loss(agent, batch, args)
     loss.backward()
+    log_ratio = agent.log_prob_entropy(batch["obs"], batch["action"])[0] - batch["log_prob"]
+    torch.testing.assert_close(losses["kl"], (log_ratio.exp() - 1 - log_ratio).mean())
     names = [name for name, _ in agent.named_parameters()]
     assert names[0] == "log_std" and names[1].startswith("actor") and names[7].startswith("critic")
     gradient = torch.cat([p.grad.flatten() for p in agent.parameters()]).numpy()
@@ -230,6 +232,7 @@ def test_returns_bootstrap_from_the_true_last_observation():
     agent = ppo.Agent(OBS, BOX, args)
     obs = torch.randn(2, 1, 5)
     next_obs = torch.randn(2, 1, 5)
+    agent.normalizer.update(3 + 2 * torch.randn(50, 5))
     rollout = {
         "obs": obs,
         "next_obs": next_obs,
@@ -239,6 +242,7 @@ def test_returns_bootstrap_from_the_true_last_observation():
         "done": torch.tensor([[True], [True]]),
     }
     batch = ppo.prepare(agent, rollout, args)
+    assert agent.reward_scaler.statistics.mean == 1  # a truncated episode's return ends, too
     scale = torch.rsqrt(agent.reward_scaler.statistics.var + 1e-8)
     scaled = (rollout["reward"].flatten() * scale).clamp(-10, 10)
     value = agent.value(agent.normalizer(next_obs))[0, 0]

@@ -198,6 +198,7 @@ def test_block_sums_follow_the_priorities():
     for i in range(150):
         if i % 2:
             replay.add(stream.next())
+            torch.testing.assert_close(replay.block_sum, replay.priority.double().sum(1))
         index = torch.randint(len(replay), (40,)).repeat(2)
         replay.update_priorities(index, torch.randn(80) * 10)
     torch.testing.assert_close(replay.block_sum, replay.priority.double().sum(1))

@@ -338,6 +338,31 @@ def test_the_terms_gradient_is_capped(script):
         torch.testing.assert_close(added[first:], allowed * own, rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_an_update_adds_the_term_to_the_base(script):
+    """Of TD3 and DDPG in units of mean|Q|: ∇L / mean|Q| + λ ∇L_H."""
+    agent, target, args = make_agent(script, max_grad_norm=0.0)
+    networks = agent.critic if script is ddpg_hterm else agent.critics, agent.actor
+    optimizers = [torch.optim.SGD([flatten(network)], 0.0) for network in networks]
+    (weights,) = optimizers[1].param_groups[0]["params"]
+    zero, base = torch.zeros(()), torch.randn_like(weights.detach())
+    term, error, number = torch.randn_like(base), torch.zeros(3), (0,) * (script is td3_hterm)
+    gradients = (
+        lambda *_: (torch.zeros_like(optimizers[0].param_groups[0]["params"][0]), zero, error),
+        lambda *_: (base, zero, zero, error) if script is sac_hterm else (base, zero),
+        lambda *_: (term, zero, zero),
+    )
+    batch = {name: x[0] for name, x in random_windows().items()}
+    args = *number, args, {}, 0.01
+    script.update(agent, target, optimizers, batch, gradients, *args)
+    if script is ddpg_hterm:
+        scale = agent.value(batch["obs"], batch["action"]).abs().mean()
+    else:
+        scale = agent.critics(batch["obs"], batch["action"])[0].abs().mean()
+    expected = base / (1 if script is sac_hterm else scale.detach()) + 0.01 * term
+    torch.testing.assert_close(weights.grad, expected)
+
+
 def rollout_of(script, agent, horizon, num_envs, warm_up=False):
     """What `collect` leaves: episodes end at every fifth step, by termination in even envs."""
     agent.warm_up.fill_(warm_up)

@@ -878,6 +878,41 @@ def test_envs_of_others_do_not_repeat_themselves_after_a_resume(env):
     assert not torch.isclose(second.envs.obs, start).all(-1).any()
 
 
+class Staggered:
+    """Env i ends each episode after i + 1 steps, each worth 10^i."""
+
+    num_envs, max_episode_steps = 3, 99
+
+    def reset(self, seed):
+        self.lengths = torch.zeros(3, dtype=torch.int64)
+        return torch.zeros(3, 1), {}
+
+    def step(self, action):
+        lengths = self.lengths + 1
+        done = lengths > torch.arange(3)
+        self.lengths = torch.where(done, 0, lengths)
+        info = {"episode_length": lengths, "episode_return": lengths * 10.0 ** torch.arange(3)}
+        return torch.zeros(3, 1), torch.zeros(3), done & False, done, info
+
+
+def test_a_score_is_of_each_envs_first_episode():
+    mean, std, length, returns = score(torch.nn.Identity(), Staggered(), seed=0)
+    assert returns == [1, 20, 300] and length == 2
+    assert (mean, std) == pytest.approx((107, 136.6919), rel=1e-5)
+
+
+def test_episodes_that_ended_are_what_is_logged():
+    written = []
+    run = SimpleNamespace(learners=1, _write=lambda step, found: written.append((step, found)))
+    done = torch.tensor([[False, True], [True, False]])
+    batch = {"done": done, "episode_return": torch.tensor([[1.0, 20.0], [3.0, 400.0]])}
+    batch["episode_length"] = torch.tensor([[5, 6], [8, 9]])
+    Run.log_episodes(run, 7, batch)
+    assert written == [(7, {"charts/episodic_return": 11.5, "charts/episodic_length": 7.0})]
+    Run.log_episodes(run, 8, batch | {"done": done & False})
+    assert len(written) == 1 and run.training_return == 11.5
+
+
 # Bad input.
 
 # Each case in a fork of a process that has torch loaded already: ten times faster.

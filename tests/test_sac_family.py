@@ -219,6 +219,11 @@ def test_the_actor_waits_for_the_critics():
     assert found == [[True, number % 3 == 0] for number in range(7)]
 
 
+def test_redq_steers_to_the_entropy_that_was_asked_for():
+    assert make_agent(redq)[0].target_entropy == -ACT_DIM
+    assert make_agent(redq, target_entropy=-0.5)[0].target_entropy == -0.5
+
+
 def test_redq_subset_larger_than_the_ensemble(tmp_path):
     args = redq.Args(env="Pendulum", subset_size=4, ensemble_size=3, run_dir=str(tmp_path / "run"))
     with pytest.raises(UserError, match=r"--subset-size is 4; allowed is from 1 to .*, 3"):
@@ -308,7 +313,8 @@ def test_crossq_gradients(after):
     layers, actor_layers = ("renorm1", "renorm2", "renorm3"), ("0", "3", "6")
     members = [Renorm(agent.critics, layers, True, after, i) for i in range(2)]
     learning, still = (Renorm(agent.actor, actor_layers, t, after) for t in (True, False))
-    before = agent.critics.renorm1.mean.clone()
+    running = agent.critics.renorm1
+    before, var_before = running.mean.clone(), running.var.clone()
     torch.manual_seed(5)
     loss, td_error = crossq.critic_loss(agent, batch, args)
     torch.manual_seed(5)
@@ -327,7 +333,9 @@ def test_crossq_gradients(after):
     assert_gradient(loss, agent.critics, critics_reference)
     np.testing.assert_allclose(td_error, np.mean([np.abs(q[:BATCH] - y) for q in now], axis=0))
     expected = 0.99 * before + 0.01 * torch.tensor(x.mean(0))
-    torch.testing.assert_close(agent.critics.renorm1.mean, expected)
+    torch.testing.assert_close(running.mean, expected)
+    torch.testing.assert_close(running.var, 0.99 * var_before + 0.01 * torch.tensor(x.var(0)))
+    assert running.batches == 1
 
     members = [Renorm(agent.critics, layers, False, after, i) for i in range(2)]
     torch.manual_seed(5)

@@ -7,8 +7,9 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
+from test_offpolicy import NoEvaluator
 
-from algos import play, qmix, vdn
+from algos import play, qmix, vdn, worker_learner
 from algos.worker_learner import ReplayBuffer, UserError, flatten, gradient_of
 from vec_envs import make
 
@@ -354,6 +355,28 @@ def test_resume_is_bit_identical(script, tmp_path, monkeypatch):
     torch.testing.assert_close(ours["replay"], theirs["replay"], rtol=0, atol=0)
     torch.testing.assert_close(ours["remembered"], theirs["remembered"], rtol=0, atol=0)
     assert ours["run"]["last_return"] == theirs["run"]["last_return"]
+
+
+@pytest.mark.parametrize("script", [vdn, qmix])
+def test_what_changes_during_a_run(script, tmp_path, monkeypatch):
+    """ε and α; and the target network sees what the other one sees."""
+    seen = []
+
+    def watched(agent, target, *rest, original=script.update):
+        assert agent.normalizer.mean.equal(target.normalizer.mean)
+        if script is qmix:
+            assert agent.state_normalizer.mean.equal(target.state_normalizer.mean)
+        seen.append((agent.epsilon.item(), agent.lowering_weight.item()))
+        return original(agent, target, *rest)
+
+    monkeypatch.setattr(worker_learner, "Evaluator", NoEvaluator)
+    monkeypatch.setattr(script, "update", watched)
+    options = {"total_steps": 400, "horizon": 10, "updates": 1, "recurrent": False}
+    options |= {"exploration_fraction": 0.5, "final_epsilon": 0.2, "lowering_weight": 0.1}
+    script.train(script.Args(**TINY | options, run_dir=str(tmp_path / "run")))
+    part = np.arange(10) / 10
+    expected = np.stack((np.maximum(0.2, 1 - 1.6 * part), np.minimum(1, 0.1 + 1.8 * part)), 1)
+    np.testing.assert_allclose(seen, expected, rtol=1e-6)
 
 
 def test_play_and_refusals(tmp_path, capsys):
