@@ -32,7 +32,9 @@ arXiv:1806.05635) seen from the Hamiltonian's side.
 
 Variance between fresh seeds, as a part of ppo.py's: 0.60 [0.27, 1.35] on HalfCheetah (20 seeds),
 0.23 [0.05, 1.50] on Hopper (40), 1.23 [0.33, 3.94] on Walker2d (20), the control's 0.89 [0.40,
-1.96], 0.25 [0.08, 0.87] and 0.93 [0.22, 3.46]: no effect is shown. See benchmark/README.md.
+1.96], 0.25 [0.08, 0.87] and 0.93 [0.22, 3.46]: no effect is shown. On Swimmer (10) it is 0.004
+[0.001, 0.04], the control's 0.07 [0.01, 1.06]: there ppo.py has learnt little by the end. See
+benchmark/README.md.
 
     python algos/ppo_hterm.py --env Ant        `diff algos/ppo.py algos/ppo_hterm.py`: the lesson
 
