@@ -71,7 +71,6 @@ from vec_envs.core import Elsewhere, available_cores
 MAX_RESTARTS = 3  # of a child process that dies, before the run gives up
 LONGEST_COMPILED = 16  # steps of a rollout, which the compiler writes out one after another
 LONGEST_EVALUATION = 20_000  # steps, for environments whose episodes need not end
-SAVED_NUMBERS = "seconds", "best_return", "last_return", "training_return"  # of a Run
 
 
 class UserError(SystemExit):
@@ -400,7 +399,7 @@ class Run:
                 "or name another folder"
             )
         content = {"script": self.script, "args": dataclasses.asdict(self._whole_args)}
-        _save_atomically(json.dumps(content, indent=2) + "\n", self.dir / "args.json")
+        _write_atomically(json.dumps(content, indent=2) + "\n", self.dir / "args.json")
         self._cut_metrics(step, pending)
         self._metrics_file = open(self.dir / "metrics.csv", "a", buffering=1)
 
@@ -483,13 +482,14 @@ class Run:
             again = row[2].startswith("eval/") and int(row[0]) in pending
             if int(row[0]) <= step and not again:
                 kept.append(",".join(row))
-        _save_atomically("".join(kept), self.dir / "metrics.csv")
+        _write_atomically("".join(kept), self.dir / "metrics.csv")
 
     def _save_checkpoint(self, step: int) -> None:
         """Write checkpoint.pt so that at every moment a good one exists, and last.pt beside it."""
         self.seconds = time.perf_counter() - self._began
+        names = "seconds", "best_return", "last_return", "training_return"
         content = {name: thing.state_dict() for name, thing in self._state.items()}
-        content["run"] = run = {name: getattr(self, name) for name in SAVED_NUMBERS}
+        content["run"] = run = {name: getattr(self, name) for name in names}
         run |= {"step": step, "learners": self.learners, "random": torch.get_rng_state()}
         if self.device.type == "cuda":
             run["cuda_random"] = torch.cuda.get_rng_state()
@@ -507,7 +507,7 @@ class Run:
         torch.set_rng_state(own["random"])
         if "cuda_random" in own:
             torch.cuda.set_rng_state(own["cuda_random"])
-        for name in SAVED_NUMBERS:
+        for name in ("seconds", "best_return", "last_return", "training_return"):
             setattr(self, name, own[name])
 
     def _load_state(self, state: dict[str, Any], saved: dict[str, Any] | None) -> int:
@@ -565,7 +565,7 @@ class Run:
     def _save_policy(self, name: str, step: int, mean_return: float, weights: dict) -> None:
         content = {"script": self.script, "args": dataclasses.asdict(self.args), "step": step}
         content |= {"return": mean_return, "agent": weights}
-        self._quietly(name, _save_atomically, content, self.dir / name)
+        self._quietly(name, _save_atomically, content, self.dir / name, False)
 
     def _plot(self) -> None:
         try:
@@ -1538,15 +1538,17 @@ def _snapshot(network: nn.Module) -> dict[str, Tensor]:
     return {name: x.cpu().clone() for name, x in network.state_dict().items()}
 
 
-def _save_atomically(content: Any, path: Path, keep_previous: bool = False) -> None:
-    """Write text, or by torch.save anything else; `path` is never a half-written file."""
+def _write_atomically(text: str, path: Path) -> None:
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(text)
+    os.replace(temporary, path)
+
+
+def _save_atomically(content: dict[str, Any], path: Path, keep_previous: bool) -> None:
     temporary = path.with_suffix(".tmp")
     try:
         with open(temporary, "wb") as file:
-            if isinstance(content, str):
-                file.write(content.encode())
-            else:
-                torch.save(content, file)
+            torch.save(content, file)
             file.flush()
             os.fsync(file.fileno())
     except BaseException:
