@@ -58,6 +58,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import gymnasium
+import numpy as np
 import torch
 import torch.multiprocessing
 import tyro
@@ -327,10 +328,11 @@ class Run:
         before, self.step = self.step, step
         self._stop_signal = _largest_over_learners(self._stop_signal)  # all stop, or none
         if self._stop_signal:
-            self._save_checkpoint(step)
+            saved = self._save_checkpoint(step)
             self.close()
             command = self._command(self._script_path, "--resume", self.dir)
-            self._say(f"\nStopped at step {step}. Go on with:\n    {command}")
+            but = "" if saved else ", which could not be saved"
+            self._say(f"\nStopped at step {step}{but}. Go on with:\n    {command}")
             raise SystemExit(128 + self._stop_signal)
         if step // self.args.checkpoint_every > before // self.args.checkpoint_every:
             self._save_checkpoint(step)
@@ -457,21 +459,25 @@ class Run:
         self._tensorboard.write(Event(wall_time=time.time(), **event).SerializeToString())
         self._tensorboard.flush()
 
-    def _quietly(self, what: str, function: Callable, *arguments: Any, **options: Any) -> None:
+    def _quietly(self, what: str, function: Callable, *arguments: Any, **options: Any) -> bool:
         """Call a function that writes; a full disk is a warning, once, and training goes on."""
         try:
             function(*arguments, **options)
             self._warned.discard(what)
+            return True
         except (OSError, RuntimeError, ValueError) as error:
             if what not in self._warned:
                 self._warned.add(what)
                 _tell(f"Warning: {what} could not be written ({error}); training goes on.")
+            return False
 
     def _metrics_rows(self) -> list[list[str]]:
         """The complete rows of metrics.csv: step, seconds, tag, value."""
         path = self.dir / "metrics.csv"
-        lines = path.read_text().splitlines(keepends=True)[1:] if path.exists() else []
-        return [line.split(",") for line in lines if line.count(",") == 3 and line[-1] == "\n"]
+        text = path.read_text(errors="replace") if path.exists() else ""
+        lines = text.split("\n")[1:-1]  # the last one is empty, or torn
+        rows = [f"{line}\n".split(",") for line in lines]
+        return [row for row in rows if len(row) == 4 and row[0].isdecimal()]
 
     def _cut_metrics(self, step: int, pending: set[int]) -> None:
         """Begin, or drop the rows that come again: later ones, and of pending evaluations."""
@@ -484,8 +490,12 @@ class Run:
                 kept.append(",".join(row))
         _write_atomically("".join(kept), self.dir / "metrics.csv")
 
-    def _save_checkpoint(self, step: int) -> None:
+    def _save_checkpoint(self, step: int) -> bool:
         """Write checkpoint.pt so that at every moment a good one exists, and last.pt beside it."""
+        weights = self._state["agent"].state_dict().items()
+        for name, x in weights:
+            if x.is_floating_point() and not x.isfinite().all():
+                self._fail(f"{name} has NaN or infinity at step {step}: training stopped")
         self.seconds = time.perf_counter() - self._began
         names = "seconds", "best_return", "last_return", "training_return"
         content = {name: thing.state_dict() for name, thing in self._state.items()}
@@ -497,11 +507,12 @@ class Run:
             _largest_over_learners(0)  # the others first: where checkpoint.pt is, there are theirs
             content["pending_evaluations"] = list(self._evaluator.pending)
         path = self.dir / self._checkpoint
-        self._quietly(path.name, _save_atomically, content, path, True)
+        saved = self._quietly(path.name, _save_atomically, content, path, True)
         if self.rank > 0:
             _largest_over_learners(0)
-            return
+            return saved
         self._save_policy("last.pt", step, self.last_return, _snapshot(self._state["agent"]))
+        return saved
 
     def _set_own_state(self, own: dict[str, Any]) -> None:
         torch.set_rng_state(own["random"])
@@ -539,9 +550,16 @@ class Run:
                 return now["step"]
         if own is None:
             return 0
-        for name, thing in state.items():
-            thing.load_state_dict(own[name])
-        self._set_own_state(own["run"])
+        try:
+            for name, thing in state.items():
+                thing.load_state_dict(own[name])
+            self._set_own_state(own["run"])
+        except (RuntimeError, LookupError, ValueError, TypeError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise UserError(
+                f"--resume {self.dir}: {self._checkpoint} does not fit args.json and "
+                f"{self.script}.py ({type(error).__name__}: {reason})"
+            ) from None
         return own["run"]["step"]
 
     def _load_checkpoint(self, now: dict[str, Any] | None = None) -> dict[str, Any] | None:
@@ -593,6 +611,8 @@ class Run:
         except ChildFailed as failure:
             self._fail(f"the evaluator {failure}")
         for step, weights, (mean, std, length) in results:
+            if not math.isfinite(mean):
+                self._fail(f"the return of the evaluation at step {step} is {mean}")
             self.last_return = mean
             found = {"return": mean, "return_std": std, "length": length}
             self._write(step, {f"eval/episodic_{name}": value for name, value in found.items()})
@@ -1351,7 +1371,9 @@ def _check_actions(env: str, space: gymnasium.Space, actions: str, multi_agent: 
         raise UserError(f"--env {env} has continuous actions; {fit} fit it")
     if actions == "bounded" and discrete:
         raise UserError(f"--env {env} has discrete actions; dqn.py, ppo.py and a2c.py fit it")
-    if not discrete and not space.is_bounded():
+    with np.errstate(over="ignore"):
+        bounded = discrete or np.isfinite(space.high - space.low).all()  # the range is a number too
+    if not bounded:
         raise UserError(f"--env {env} has actions without bounds; give its action space some")
 
 

@@ -335,12 +335,14 @@ def test_single_precision_as_on_a_gpu(name, monkeypatch):
         torch.testing.assert_close(got[1], expected[1], atol=1e-4, rtol=1e-4)
 
 
-def test_a_reset_begins_new_statistics():
-    env = make("CartPole", 2, seed=0)
+@pytest.mark.parametrize("name", ["CartPole", "CartPole-v1", "pettingzoo:mpe2.simple_spread_v3"])
+def test_a_reset_begins_new_statistics(name):
+    env = make(name, 2, seed=0)
     for _ in range(2):
         env.reset()
-        info = env.step(torch.zeros(2, dtype=torch.int64))[-1]
-        assert info["episode_length"].tolist() == info["episode_return"].tolist() == [1, 1]
+        _, reward, _, _, info = env.step(torch.zeros(env.action_space.shape, dtype=torch.int64))
+        assert info["episode_length"].tolist() == [1, 1]
+        torch.testing.assert_close(info["episode_return"], reward.view(2, -1).sum(1))
 
 
 def test_an_observation_is_the_learners_own():

@@ -1,5 +1,6 @@
 """What must hold of the H-term, whichever form it has."""
 
+import dataclasses
 import itertools
 
 import gymnasium
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from algos import ppo, ppo_hterm, ppo_hterm_variants
+from algos.worker_learner import flatten
 
 OBS = gymnasium.spaces.Box(-np.inf, np.inf, (3,))
 BOX = gymnasium.spaces.Box(-1.0, 1.0, (2,))
@@ -189,6 +191,18 @@ def test_the_smallest_minibatch_leaves_finite_weights(weight, tmp_path):
     ppo_hterm.train(ppo_hterm.Args(**options, hterm_weight=weight))
     agent = torch.load(tmp_path / "last.pt", weights_only=True)["agent"]
     assert all(x.isfinite().all() for x in agent.values())
+
+
+def test_an_update_adds_the_term_of_the_newest_rollout_too():
+    agent, memory, rollout, args = memory_of(torch.randn(4, 5))
+    args = dataclasses.replace(args, epochs=1, minibatch_size=20, max_grad_norm=1e9)
+    weights = flatten(agent)
+    (base, term), zero = torch.randn(2, len(weights)), torch.zeros(())
+    gradients = lambda *_: (base.clone(), zero, {"kl": zero}), lambda *_: (term, zero)
+    optimizer = torch.optim.SGD([weights], 0.0)
+    ppo_hterm.update(agent, optimizer, rollout, gradients, args, memory, 0.5)
+    torch.testing.assert_close(weights.grad, base + 0.5 * term)
+    assert memory.filled[:, 0].all() and torch.equal(memory.reward[:, 0], rollout["reward"])
 
 
 def test_settings_are_ppos_but_for_the_term():

@@ -140,6 +140,26 @@ def test_collect_keeps_apart_what_the_environment_said(script):
         assert unused or torch.equal(ours, theirs), key
 
 
+@pytest.mark.parametrize("script", ["a2c", *DISCRETE, *MULTI_AGENT])
+def test_the_learning_rate_falls_linearly_to_zero(script, tmp_path, monkeypatch):
+    module, rates = importlib.import_module(f"algos.{script}"), []
+
+    def watched(*given, original=module.update):
+        first = [x[0] if isinstance(x, list) else x for x in given]
+        (optimizer,) = (x for x in first if isinstance(x, torch.optim.Optimizer))
+        rates.append(float(optimizer.param_groups[0]["lr"]))
+        return original(*given)
+
+    monkeypatch.setattr(worker_learner, "Evaluator", NoEvaluator)
+    monkeypatch.setattr(module, "update", watched)
+    options = {**SMALL, "total_steps": 100, "num_envs": 4, "horizon": 5, "learning_rate": 1e-3}
+    options |= {"warmup_steps": 20, "minibatch_size": 8, "env": "CartPole"}
+    options |= {"env": "Spread"} if script in MULTI_AGENT else {}
+    options = {k: v for k, v in options.items() if hasattr(module.Args, k)}
+    module.train(module.Args(**options, run_dir=str(tmp_path / "run")))
+    assert sorted(set(rates))[::-1] == pytest.approx([1e-3, 8e-4, 6e-4, 4e-4, 2e-4])
+
+
 @pytest.mark.parametrize("script", [*SCRIPTS, *CONTINUOUS, *DISCRETE, *MULTI_AGENT])
 def test_it_learns(script, echo, tmp_path):
     module, many = importlib.import_module(f"algos.{script}"), script in MULTI_AGENT

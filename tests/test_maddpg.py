@@ -41,6 +41,9 @@ def random_batch():
     action = torch.rand(BATCH, A, ACTIONS, **double) * 2 - 1
     action[:, 1, 2] = 0
     alive = (torch.rand(2, BATCH, A) < 0.8).double()
+    alive[0, 0, 0], alive[1, 0, 0] = 1, 0  # dies in a step after which others go on
+    terminated = torch.rand(BATCH) < 0.4
+    terminated[0] = False
     return {
         "obs": torch.randn(BATCH, A, OBS, **double),
         "next_obs": torch.randn(BATCH, A, OBS, **double),
@@ -48,7 +51,7 @@ def random_batch():
         "reward": torch.randn(BATCH, A, **double),
         "alive": alive[0],
         "next_alive": alive[1],
-        "terminated": torch.rand(BATCH) < 0.4,
+        "terminated": terminated,
     }
 
 
@@ -192,6 +195,10 @@ def test_noise_on_the_targets_actions_is_cut():
     size = noise[:, 0].abs()
     assert size.max() < 0.25 + 1e-9 and (size > 0.2499).double().mean() > 0.7
     assert (noise[:, 0] > 0).any() and (noise[:, 0] < 0).any()
+    for parameter in target.actors.parameters():
+        parameter.data *= 100  # at the bounds
+    matd3.critic_loss(agent, target, batch, args)
+    assert seen[2].abs().max() == 1
 
 
 @BOTH

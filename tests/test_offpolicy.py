@@ -168,6 +168,8 @@ OPTIONS = {ddpg: {}, td3: {"target_noise": 0.3, "target_noise_clip": 0.2}, sac: 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_gradient_of_the_critics(script):
     agent, target, args = make_agent(script, reward_scale=3.0, **OPTIONS[script])
+    if script is td3:
+        target.actor[-1].bias.data.add_(2)  # so near to 1 that the noise leads out
     batch = random_batch()
     torch.manual_seed(5)
     loss, td_error = script.critic_loss(agent, target, batch, args)
@@ -235,6 +237,19 @@ def test_the_temperature_moves_by_its_own_loss_only(script):
     loss, _, log_prob = script.policy_loss(agent, random_batch(), args)
     loss.backward()
     torch.testing.assert_close(agent.actor.log_temperature.grad, 2 - log_prob.mean())
+
+
+def test_the_standard_deviation_is_bounded():
+    agent, _, _ = make_agent(sac)
+    obs = random_batch()["obs"]
+    for log_std, bound in ((9.0, 2), (-99.0, -20)):
+        agent.actor[-1].bias.data[ACT_DIM:] = log_std
+        torch.manual_seed(3)
+        action, _ = agent.sample(obs)
+        torch.manual_seed(3)
+        noise = torch.randn(BATCH, ACT_DIM, dtype=torch.float64)
+        u = agent.actor(obs)[:, :ACT_DIM] + math.exp(bound) * noise
+        torch.testing.assert_close(action, u.tanh(), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("mean", [0.0, -3.0, 9.0, 30.0])

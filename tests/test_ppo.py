@@ -212,10 +212,13 @@ def test_reward_scaler_against_a_loop():
 def test_learning_rate_adapts_to_the_kl():
     weight = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.Adam([weight], lr=torch.tensor(1e-3), fused=True)
-    for kl, factor in ((0.1, 1 / 1.5), (0.001, 1.5), (0.01, 1.0)):
-        optimizer.param_groups[0]["lr"].fill_(1e-3)
+    for before, kl, after in (
+        *((1e-3, 0.1, 1e-3 / 1.5), (1e-3, 0.001, 1.5e-3), (1e-3, 0.01, 1e-3)),
+        *((1.2e-6, 0.1, 1e-6), (9e-3, 0.001, 1e-2)),  # its bounds
+    ):
+        optimizer.param_groups[0]["lr"].fill_(before)
         ppo.adapt_learning_rate(optimizer, torch.tensor(kl), target=0.01)
-        assert optimizer.param_groups[0]["lr"].item() == pytest.approx(1e-3 * factor)
+        assert optimizer.param_groups[0]["lr"].item() == pytest.approx(after)
 
 
 def test_actions_are_rescaled_and_clipped_for_the_environment():

@@ -309,6 +309,7 @@ def normalized_policy(renorm, weights, obs, noise):
 def test_crossq_gradients(after):
     """(s, a) and (s', a') in one batch; a network's own batch only where it learns."""
     agent, _, args = make_agent(crossq, critic_hidden_size=6, renorm_after=after, reward_scale=2.0)
+    agent.critics.renorm1.mean[..., 0] += 30  # farther from any batch than d may lead
     batch = random_batch()
     layers, actor_layers = ("renorm1", "renorm2", "renorm3"), ("0", "3", "6")
     members = [Renorm(agent.critics, layers, True, after, i) for i in range(2)]

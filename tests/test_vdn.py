@@ -265,6 +265,23 @@ def test_explorers_choose_among_all_that_is_available():
             assert torch.equal(seen[0], q.argmax(-1))
 
 
+def test_agents_explore_each_by_its_own_chance():
+    env, zeros = make("Spread", 2000, seed=0), {"hidden": (HIDDEN,), "next_hidden": (HIDDEN,)}
+    env.reset()
+    agent = vdn.Agent(env, vdn.Args(hidden_size=HIDDEN))
+    agent.epsilon.fill_(0.5)
+    shapes = {"obs": (18,), "next_obs": (18,), **zeros}
+    shapes |= dict.fromkeys(("alive", "next_alive", "action", "reward"), ())
+    rollout = {name: torch.zeros(1, 2000, 3, *shape) for name, shape in shapes.items()}
+    for name in ("done", "terminated", "episode_return", "episode_length"):
+        rollout[name] = torch.zeros(1, 2000)
+    vdn.collect(agent, env, rollout)
+    best = agent.step(rollout["obs"][0], rollout["hidden"][0])[0].argmax(-1)
+    differs = (rollout["action"][0] != best).double()  # ε times 4/5 of 5 actions
+    assert (differs.mean(0) - 0.4).abs().max() < 0.06
+    assert (differs.T.corrcoef() - torch.eye(3)).abs().max() < 0.1
+
+
 def filled_replay():
     """Rollouts 0 to 4 of 3 steps and 2 envs; three fit. All of env e in rollout r is 2 r + e."""
     rollout = {
@@ -359,8 +376,16 @@ def test_resume_is_bit_identical(script, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("script", [vdn, qmix])
 def test_what_changes_during_a_run(script, tmp_path, monkeypatch):
-    """ε and α; and the target network sees what the other one sees."""
-    seen = []
+    """ε and α; and the target network sees what the other one sees. Rewards are the team's."""
+    seen, team = [], []
+
+    def collect(agent, envs, rollout, original=script.collect):
+        original(agent, envs, rollout)
+        team.append(rollout["reward"].sum(-1))
+
+    def scaled(self, reward, done, original=script.RewardScaler.forward):
+        assert torch.equal(reward, team[-1])
+        return original(self, reward, done)
 
     def watched(agent, target, *rest, original=script.update):
         assert agent.normalizer.mean.equal(target.normalizer.mean)
@@ -371,6 +396,8 @@ def test_what_changes_during_a_run(script, tmp_path, monkeypatch):
 
     monkeypatch.setattr(worker_learner, "Evaluator", NoEvaluator)
     monkeypatch.setattr(script, "update", watched)
+    monkeypatch.setattr(script, "collect", collect)
+    monkeypatch.setattr(script.RewardScaler, "forward", scaled)
     options = {"total_steps": 400, "horizon": 10, "updates": 1, "recurrent": False}
     options |= {"exploration_fraction": 0.5, "final_epsilon": 0.2, "lowering_weight": 0.1}
     script.train(script.Args(**TINY | options, run_dir=str(tmp_path / "run")))

@@ -76,8 +76,9 @@ class GymEnv(VecEnv):
             methods = multiprocessing.get_all_start_methods()
             kwargs["context"] = "forkserver" if "forkserver" in methods else "spawn"
         kind = AsyncVectorEnv if processes else SyncVectorEnv
+        make = _deaf_to_ctrl_c(make_one) if processes else make_one
         try:
-            self._envs = kind([make_one] * num_envs, **kwargs)
+            self._envs = kind([make] * num_envs, **kwargs)
         except (EOFError, ConnectionError) as error:
             raise RuntimeError(
                 f"{name}: an environment's process died as it started (what it printed says why; "
@@ -217,6 +218,20 @@ def _maker(name: str, options: dict[str, Any], copies: bool = True) -> Callable[
         return TransformObservation(env, np.copy, None)
 
     return make_one
+
+
+def _deaf_to_ctrl_c(make_one: Callable[[], gymnasium.Env]) -> Callable[[], gymnasium.Env]:
+    """`make_one` in a process of its own, where Ctrl-C is for the parent to answer."""
+
+    def make() -> gymnasium.Env:
+        import multiprocessing
+        import signal
+
+        if multiprocessing.parent_process() is not None:  # Gymnasium also makes one in the parent
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        return make_one()
+
+    return make
 
 
 def _probe(name: str, make_one: Callable[[], gymnasium.Env]) -> gymnasium.Env:
