@@ -567,6 +567,8 @@ class Run:
         newest, damaged = self.dir / self._checkpoint, False
         for path in (newest, newest.with_suffix(".prev.pt")):
             content, problem = load_checked(path) if path.exists() else (None, "")
+            if content and "run" not in content:
+                problem = "a file of another kind"
             if problem:
                 damaged = True
                 _tell(f"Warning: {path} is damaged ({problem}); trying the one before.")
@@ -971,7 +973,8 @@ def _evaluator_main(pipe, restart, agent, args) -> None:
     while True:
         step = pipe.recv()
         # the seed follows from the step: evaluating one snapshot twice gives one result
-        pipe.send(score(agent, envs, seed=(args.seed + 1) * 1_000_000 + step)[:3])
+        seed = ((args.seed + 1) * 1_000_000 + step) % 2**31  # more, some simulators do not take
+        pipe.send(score(agent, envs, seed=seed)[:3])
 
 
 @torch.no_grad()

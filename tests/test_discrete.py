@@ -454,6 +454,16 @@ def test_what_train_does_with_the_target_and_the_buffer(script, tmp_path, monkey
     assert script is not d3qn or exponents[0] < 0.6 < 0.95 < exponents[-1]
 
 
+def test_weights_that_are_no_numbers_are_not_saved(tmp_path, monkeypatch):
+    monkeypatch.setattr(worker_learner, "Evaluator", NoEvaluator)
+    with pytest.raises(UserError, match=r"q_network.* has NaN or infinity at step 100"):
+        dqn.train(dqn.Args(
+            env="CartPole", num_envs=1, total_steps=300, warmup_steps=30, hidden_size=8,
+            learning_rate=1e30, checkpoint_every=100, device="cpu", run_dir=str(tmp_path / "run"),
+        ))  # fmt: skip
+    assert not list((tmp_path / "run").glob("checkpoint*"))
+
+
 REPLAY = "--n-step 3 --batch-size 16 --buffer-size 1500 --warmup-steps 300 --log-every 99"
 TINY = (
     "--env CartPole --seed 3 --num-envs 4 --hidden-size 8 --total-steps 3000 "

@@ -682,14 +682,18 @@ def test_damaged_checkpoints(stopped, references, tmp_path):
             (run_dir / name).write_bytes(content)
             load(run_dir, name)  # torch does not notice
 
+    foreign = copy_of(stopped, tmp_path / "foreign")
+    shutil.copy(foreign / "last.pt", foreign / "checkpoint.pt")
+
     before = hashes(lost)
     # killed as it replaces the damaged one: the good previous one must still be there
     sabotaged = resume(truncated, sabotage=KILL_BETWEEN_RENAMES.replace("== 3", "== 1"))
-    runs = [resume(flipped), resume(lost)]
+    runs = [resume(flipped), resume(lost), resume(foreign)]
     assert "checkpoint.pt is damaged" in finish(sabotaged, -9).out
     runs.append(resume(truncated))
     assert "checkpoint.pt is damaged" in finish(runs[0]).out
-    for run in (runs[0], runs[2]):
+    assert "checkpoint.pt is damaged (a file of another kind)" in finish(runs[2]).out
+    for run in (runs[0], runs[2], runs[3]):
         assert_same_end(finish(run).dir, references["CartPole"])
         assert curves(run.dir) == curves(references["CartPole"])
     sentence = finish(runs[1], 1).err.splitlines()[-1]
