@@ -58,7 +58,6 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import gymnasium
-import numpy as np
 import torch
 import torch.multiprocessing
 import tyro
@@ -1374,9 +1373,7 @@ def _check_actions(env: str, space: gymnasium.Space, actions: str, multi_agent: 
         raise UserError(f"--env {env} has continuous actions; {fit} fit it")
     if actions == "bounded" and discrete:
         raise UserError(f"--env {env} has discrete actions; dqn.py, ppo.py and a2c.py fit it")
-    with np.errstate(over="ignore"):
-        bounded = discrete or np.isfinite(space.high - space.low).all()  # the range is a number too
-    if not bounded:
+    if not discrete and not space.is_bounded():
         raise UserError(f"--env {env} has actions without bounds; give its action space some")
 
 
