@@ -426,12 +426,16 @@ def test_a_stalled_evaluator_stalls_neither_training_nor_ctrl_c(references, tmp_
 
 def test_signals_to_the_whole_group(tmp_path):
     """The terminal sends Ctrl-C, a batch system SIGTERM, to every process of the run."""
-    flags = f"--env CartPole {TINY} --num-workers 2"
-    runs = [start(flags, tmp_path / name, pause(4)) for name in ("interrupted", "terminated")]
-    for run, number in zip(runs, (signal.SIGINT, signal.SIGTERM), strict=True):
+    workers, processes = "CartPole --num-workers 2", "CartPole-v1,processes=True"
+    cases = (workers, signal.SIGINT), (workers, signal.SIGTERM), (processes, signal.SIGINT)
+    runs = [
+        start(f"--env {env} {TINY}", tmp_path / str(index), pause(4))
+        for index, (env, _) in enumerate(cases)
+    ]
+    for run, (_, number) in zip(runs, cases, strict=True):
         wait_for_pause(run)
         kill(run, number, group=True)
-    for run, code in zip(runs, (130, 143), strict=True):
+    for run, code in zip(runs, (130, 143, 130), strict=True):
         assert "Stopped at step" in finish(run, code).out
         assert load(run.dir)["run"]["step"] >= 2000
 
@@ -684,6 +688,8 @@ def test_damaged_checkpoints(stopped, references, tmp_path):
 
     foreign = copy_of(stopped, tmp_path / "foreign")
     shutil.copy(foreign / "last.pt", foreign / "checkpoint.pt")
+    with open(foreign / "metrics.csv", "ab") as file:
+        file.write(b"\xff\x00\n1,2\n\n\xb2,1.0,charts/SPS,1\n20")
 
     before = hashes(lost)
     # killed as it replaces the damaged one: the good previous one must still be there
@@ -748,10 +754,14 @@ def test_full_disk_does_not_stop_training(tmp_path):
     files = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     tight = start(flags, tmp_path / "tight", pause(4))  # no room for a checkpoint
     full = start(flags, tmp_path / "full", pause(4), **files)  # no room for anything
-    for run, size in ((tight, 100_000), (full, 0)):
+    interrupted = start(flags, tmp_path / "interrupted", pause(4))
+    for run, size in ((tight, 100_000), (full, 0), (interrupted, 100_000)):
         wait_for_pause(run)
         limit_files(run, size)
-        go_on(run)
+    go_on(tight)
+    go_on(full)
+    kill(interrupted, signal.SIGINT)
+    assert ", which could not be saved" in finish(interrupted, 130).out
     said = full.process.communicate(timeout=PATIENCE)[0].decode()
     finish(full)
     assert "Traceback" not in said and "Done: 6016 steps" in said, said
@@ -808,7 +818,7 @@ def test_full_file_system_and_vanished_folder(tmp_path):
 # NaN.
 
 NAN_PACKAGE = """
-    import gymnasium, numpy as np
+    import gymnasium, multiprocessing, numpy as np
 
     class Sick(gymnasium.Env):
         observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (3,), np.float32)
@@ -832,6 +842,14 @@ NAN_PACKAGE = """
         for what in ("observation", "reward"):
             gymnasium.register(f"{name}{what.title()}-v0", Sick, max_episode_steps=50,
                                kwargs={what: value})
+
+    class SickElsewhere(Sick):
+        def step(self, action):
+            self.steps = 299 * (multiprocessing.parent_process() is not None)
+            return super().step(action)
+
+    gymnasium.register("NanEvaluation-v0", SickElsewhere, max_episode_steps=50,
+                       kwargs={"reward": np.nan})
 """
 
 
@@ -845,6 +863,10 @@ def test_nan_stops_the_run(tmp_path):
             f"--env sick:NanReward-v0 {flags} --num-workers 2",
             ("reward is nan", "step 1200"),
         ),
+        "evaluation": (
+            f"--env sick:NanEvaluation-v0 {TINY}",
+            ("the return of the evaluation at step", "is nan"),
+        ),
         "loss": (
             f"--env Pendulum {flags} --learning-rate 1e25 --learning-rate-schedule constant",
             ("losses/", "step 64"),
@@ -857,7 +879,7 @@ def test_nan_stops_the_run(tmp_path):
         for name, ended in zip(cases, ends, strict=True):
             sentence = ended.err.splitlines()[-1]
             assert all(word in sentence for word in cases[name][1]), sentence
-            if name != "loss":
+            if "step 1200" in cases[name][1]:
                 assert "checkpoint.pt" in sentence
                 saved = load(ended.dir)
                 assert 500 <= saved["run"]["step"] < 1200
@@ -951,6 +973,7 @@ def test_bad_input_is_one_sentence(stopped, tmp_path):
         "key": saved.replace("epochs", "epocks"),
         "other": saved.replace('"script": "ppo"', '"script": "sac"'),
         "nameless": saved.replace('"script"', '"scripts"'),
+        "misfit": saved.replace('"hidden_size": 8', '"hidden_size": 16'),
         "without": None,
     }.items():
         run_dir = copy_of(stopped, tmp_path / name)
@@ -991,6 +1014,7 @@ def test_bad_input_is_one_sentence(stopped, tmp_path):
         (f"--resume {tmp_path}/text", "--epochs", "once", "int"),
         (f"--resume {tmp_path}/key", "--resume", "epocks"),
         (f"--resume {tmp_path}/other", "--resume", "sac", "ppo"),
+        (f"--resume {tmp_path}/misfit", "checkpoint.pt does not fit args.json", "size mismatch"),
         (f"--resume {good} --num-envs 8", "--num-envs", "8"),
         (f"--resume {good} --env Ant", "--env", "Ant"),
         (f"--resume {good} --learning-rate 0.5", "--learning-rate", "0.5"),

@@ -12,6 +12,7 @@ what `gymnasium.make(id)` plays after `reset(seed=seed + i)`.
 
 import importlib
 import multiprocessing
+import signal
 import textwrap
 from collections.abc import Callable
 from multiprocessing.connection import wait
@@ -224,9 +225,6 @@ def _deaf_to_ctrl_c(make_one: Callable[[], gymnasium.Env]) -> Callable[[], gymna
     """`make_one` in a process of its own, where Ctrl-C is for the parent to answer."""
 
     def make() -> gymnasium.Env:
-        import multiprocessing
-        import signal
-
         if multiprocessing.parent_process() is not None:  # Gymnasium also makes one in the parent
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         return make_one()
