@@ -21,6 +21,7 @@ of it is scipy's; rliable computes the same IQM but brings pandas, seaborn and a
 """
 
 import csv
+import itertools
 import math
 import os
 import shlex
@@ -388,20 +389,35 @@ def mean_log_ratio(*samples, axis: int = -1):
     return np.mean([log_variance_ratio(x, y, axis) for x, y in pairs], 0)
 
 
-def across(runs: list[dict]) -> list[dict]:
-    """For every arm that several environments have: the geometric mean of its variance ratios."""
+def combined_p(pairs: list[tuple]) -> float:
+    """Stouffer's test of the permutation tests of several environments, each with its direction."""
+    tests = [(log_variance_ratio(*pair), variance_p(*pair)) for pair in pairs]
+    smaller = [p / 2 if log_ratio < 0 else 1 - p / 2 for log_ratio, p in tests]
+    found = stats.combine_pvalues(smaller, "stouffer").pvalue
+    return float(2 * min(found, 1 - found))
+
+
+def across(runs: list[dict], beside: str = "") -> list[dict]:
+    """For every arm that several environments have: the geometric mean of its variance ratios.
+
+    One row with all of them, and one without each, since a single one can decide.
+    """
     rows = []
     for arm in dict.fromkeys(run["arm"] for run in runs):
-        base, pairs = BASE.get(arm, "base"), {}
+        base, pairs = beside or BASE.get(arm, "base"), {}
         for (env, _), arms in group(runs).items():  # an environment's longest runs are its last
             if arm != base and min(len(arms.get(name, [])) for name in (arm, base)) >= 3:
                 pairs[env] = [column(arms[name], "final") for name in (arm, base)]
-        samples, where = [x for pair in pairs.values() for x in pair], list(pairs)
-        if len(where) > 1:
-            low, high = map(math.exp, interval(tuple(samples), mean_log_ratio, "BCa"))
+        for left_out in ("", *pairs):
+            kept = {env: pair for env, pair in pairs.items() if env != left_out}
+            if len(kept) < 2:
+                continue
+            samples = tuple(itertools.chain(*kept.values()))
+            low, high = map(math.exp, interval(samples, mean_log_ratio, "BCa"))
             middle = math.exp(mean_log_ratio(*samples))
-            about = {"arm": arm, "envs": " ".join(where), "variance_ratio": middle}
-            rows.append(about | {"variance_ratio_low": low, "variance_ratio_high": high})
+            about = {"arm": arm, "envs": " ".join(kept), "variance_ratio": middle}
+            about |= {"variance_ratio_low": low, "variance_ratio_high": high}
+            rows.append(about | {"variance_p": combined_p(list(kept.values()))})
     return rows
 
 
@@ -410,6 +426,10 @@ def across(runs: list[dict]) -> list[dict]:
 
 def number(value: float, digits: int = 0) -> str:
     return "" if math.isnan(value) else f"{value:,.{digits}f}"
+
+
+def chance(p: float) -> str:
+    return "< 0.001" if p < 0.001 else number(p, 3)
 
 
 def span(row: dict, name: str, digits: int = 0) -> str:
@@ -435,15 +455,15 @@ def show(table: list[dict], overall: list[dict]) -> None:
             spread = number(row["sd"]) or "–"
             cells = [row["arm"], str(row["seeds"]), f"{number(row['mean'])} ± {spread}"]
             cells += [span(row, "iqm"), number(row["worst_quarter"])]
-            p = "< 0.001" if row["variance_p"] < 0.001 else number(row["variance_p"], 3)
-            cells += [span(row, "variance_ratio", 2), p]
+            cells += [span(row, "variance_ratio", 2), chance(row["variance_p"])]
             cells += [span(row, "iqm_difference"), span(row, "improvement", 2)]
             cells += [number(row["area"]), number(row["drawdown"]), number(row["log_std"], 2)]
             print(f"| {' | '.join(cells)} |")
     if overall:
-        print("\n| arm | environments | variance ratio, geometric mean |\n|---|---|---|")
+        print("\n| arm | environments | variance ratio, geometric mean | p |\n" + "|---" * 4 + "|")
     for row in overall:
-        print(f"| {row['arm']} | {row['envs']} | {span(row, 'variance_ratio', 2)} |")
+        ratio = span(row, "variance_ratio", 2)
+        print(f"| {row['arm']} | {row['envs']} | {ratio} | {chance(row['variance_p'])} |")
 
 
 def curves(paths: list[Path], points: int = 50) -> tuple[np.ndarray, np.ndarray]:
@@ -558,7 +578,7 @@ def main(options: Options) -> None:
         arms = list(dict.fromkeys(run["arm"] for run in runs))
         if options.beside not in arms:
             raise SystemExit(f"--beside is {options.beside}; allowed is {', '.join(arms)}")
-        show(analyse(runs, options.beside), [])
+        show(analyse(runs, options.beside), across(runs, options.beside))
         return
     table, overall = analyse(runs), across(runs)
     write(options.results / "seeds.csv", [{k: run[k] for k in run if k != "file"} for run in runs])

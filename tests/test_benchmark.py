@@ -87,6 +87,14 @@ def test_statistics_with_a_known_answer(stability):
     (row,) = stability.across(runs)
     assert row["envs"] == "Ant Hopper" and row["variance_ratio"] == pytest.approx(0.5, rel=0.4)
     assert row["variance_ratio_low"] < 0.5 < row["variance_ratio_high"]
+    wide, narrow = base[:10], base[10:20] / 2  # two alike say more, two opposite ones nothing
+    alone = stability.variance_p(wide, narrow)
+    assert stability.combined_p([(wide, narrow)]) == pytest.approx(alone)
+    assert stability.combined_p([(wide, narrow)] * 3) < alone / 2 < 0.4
+    assert stability.combined_p([(wide, narrow), (narrow, wide)]) > 0.9
+    third = [run | {"env": "Walker2d"} for run in runs if run["env"] == "Ant"]
+    rows = stability.across(runs + third)  # with all three, and without each
+    assert [len(row["envs"].split()) for row in rows] == [3, 2, 2, 2] and row in rows
     longer = [run | {"steps": "20"} for run in runs]  # of each environment the longest runs count
     assert stability.across(runs + longer) == [row]
     zeros = dict.fromkeys(("area", "drawdown", "log_std", "seconds"), "0")
