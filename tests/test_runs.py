@@ -28,7 +28,7 @@ import pytest
 import torch
 
 import vec_envs
-from algos import ppo
+from algos import ppo, worker_learner
 from algos.worker_learner import Run, UserError, Workers, _saved_args, load_checked, score
 
 ROOT = Path(__file__).parent.parent
@@ -925,6 +925,19 @@ def test_a_score_is_of_each_envs_first_episode():
     mean, std, length, returns = score(torch.nn.Identity(), Staggered(), seed=0)
     assert returns == [1, 20, 300] and length == 2
     assert (mean, std) == pytest.approx((107, 136.6919), rel=1e-5)
+
+
+def test_an_evaluations_seed_is_its_own_and_fits_in_31_bits(monkeypatch):
+    seeds, steps = [], iter((0, 1, 10**12))
+    monkeypatch.setattr(worker_learner.os, "nice", lambda by: None)  # for good
+    monkeypatch.setattr(
+        worker_learner, "score", lambda agent, envs, seed: seeds.append(seed) or (0.0, 0.0, 0.0, [])
+    )
+    pipe = SimpleNamespace(recv=lambda: next(steps), send=lambda answer: None)
+    args = ppo.Args(env="CartPole", seed=2**31 - 1, eval_episodes=1)
+    with pytest.raises(StopIteration):
+        worker_learner._evaluator_main(pipe, 0, None, args)
+    assert len(set(seeds)) == 3 and all(0 <= seed < 2**31 for seed in seeds)
 
 
 def test_episodes_that_ended_are_what_is_logged():
