@@ -438,6 +438,7 @@ def update(agent, optimizer, rollout, gradients, args, windows, coef) -> dict[st
                     inputs = windows.draw(spins, args.window_selection), windows, args
                 term, _, more = term_gradient(agent, *inputs)
                 losses |= more
+                # the cap is of the whole batch's gradients, as with one learner
                 gradient, term = mean_over_learners(gradient), mean_over_learners(term)
                 gradient = add_capped(gradient, term, coef)
             losses["gradient_norm"] = gradient_step(gradient, optimizer, args.max_grad_norm)
