@@ -4,6 +4,7 @@
     python benchmark/stability.py --env Hopper --arms base memory compute --seeds 20
     python benchmark/stability.py --table          # only analyse what results/hterm/ holds
     python benchmark/stability.py --beside rate    # the same with another arm than the base, shown
+    python benchmark/stability.py --only-seeds 4000 4009    # the same of some seeds, shown
 
 The first trains what is missing, two single-threaded runs at a time, and writes one CSV a run: a
 finished run is never repeated, one that was killed goes on. Then both write results/hterm/seeds.csv
@@ -88,6 +89,8 @@ class Options:
     """train nothing"""
     beside: str = ""
     """train nothing and print the tables with this arm in the place of the base"""
+    only_seeds: tuple[int, int] | None = None
+    """train nothing and print the tables of these seeds only: the first and the last"""
     power: bool = False
     """train nothing and print, by simulation, what 10 and 20 seeds can show"""
 
@@ -560,7 +563,7 @@ def main(options: Options) -> None:
         power()
         return
     version = commit()  # before any file of results/ changes
-    if not (options.table or options.beside):
+    if not (options.table or options.beside or options.only_seeds):
         for arm in options.arms:
             script_of(arm)
         for last in (False, True):  # logstd needs the noise of finished runs
@@ -571,13 +574,16 @@ def main(options: Options) -> None:
                 list(pool.map(lambda job: train(options, *job[0], job[1], version), jobs))
     paths = sorted(options.results.glob("*__*__*__*.csv"))
     runs = [summary(path) | {"file": path.name} for path in paths]
+    if options.only_seeds:
+        first, last = options.only_seeds
+        runs = [run for run in runs if first <= int(run["seed"]) <= last]
     if not runs:
         print(f"No run is finished in {options.results}.")
         return
-    if options.beside:
-        arms = list(dict.fromkeys(run["arm"] for run in runs))
-        if options.beside not in arms:
-            raise SystemExit(f"--beside is {options.beside}; allowed is {', '.join(arms)}")
+    arms = list(dict.fromkeys(run["arm"] for run in runs))
+    if options.beside and options.beside not in arms:
+        raise SystemExit(f"--beside is {options.beside}; allowed is {', '.join(arms)}")
+    if options.beside or options.only_seeds:
         show(analyse(runs, options.beside), across(runs, options.beside))
         return
     table, overall = analyse(runs), across(runs)

@@ -185,6 +185,12 @@ def test_a_finished_run_is_never_repeated(stability, monkeypatch, tmp_path, caps
     assert [row["arm"] for row in table] == ["base", "memory"]
     assert float(table[1]["variance_ratio"]) == 1 and table[0]["variance_ratio"] == "nan"
     assert (folders["results"] / "Hopper__1000.png").exists()
+    before = (folders["results"] / "table.csv").read_bytes()
+    capsys.readouterr()
+    stability.main(stability.Options(**options, **folders, only_seeds=(1001, 1003)))
+    shown = capsys.readouterr().out
+    assert "| base | 3 | 2,002 ± 1 |" in shown and "| memory | 3 | 2,002 ± 1 |" in shown
+    assert (folders["results"] / "table.csv").read_bytes() == before
     options["arms"] = ["memory=ppo_hterm --hterm-coef 0.1"]  # the same name, another command
     with pytest.raises(SystemExit, match="of another command"):
         stability.main(stability.Options(**options, **folders))
