@@ -458,7 +458,8 @@ def show(table: list[dict], overall: list[dict]) -> None:
             spread = number(row["sd"]) or "–"
             cells = [row["arm"], str(row["seeds"]), f"{number(row['mean'])} ± {spread}"]
             cells += [span(row, "iqm"), number(row["worst_quarter"])]
-            cells += [span(row, "variance_ratio", 2), chance(row["variance_p"])]
+            digits = 3 if row["variance_ratio"] < 0.01 else 2
+            cells += [span(row, "variance_ratio", digits), chance(row["variance_p"])]
             cells += [span(row, "iqm_difference"), span(row, "improvement", 2)]
             cells += [number(row["area"]), number(row["drawdown"]), number(row["log_std"], 2)]
             print(f"| {' | '.join(cells)} |")
