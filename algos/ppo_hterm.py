@@ -30,11 +30,17 @@ second part, and min(E/Ē, 3) in the place of w/w̄, Ē the mean of the positive
 nothing in memory beats the critic, and is self-imitation learning (Oh, Guo, Singh, Lee 2018,
 arXiv:1806.05635) seen from the Hamiltonian's side.
 
-Variance between fresh seeds, as a part of ppo.py's: 0.60 [0.27, 1.35] on HalfCheetah (20 seeds),
-0.23 [0.05, 1.50] on Hopper (40), 1.23 [0.33, 3.94] on Walker2d (20), the control's 0.89 [0.40,
-1.96], 0.25 [0.08, 0.87] and 0.93 [0.22, 3.46]: no effect is shown. On Swimmer (10) it is 0.004
-[0.001, 0.04], the control's 0.07 [0.01, 1.06]: there ppo.py has learnt little by the end. See
-benchmark/README.md.
+Variance between fresh seeds after 1 M steps, as a part of ppo.py's (benchmark/README.md):
+
+                  seeds    with the H-term        the control
+    HalfCheetah   20       0.60 [0.27, 1.35]      0.89 [0.40, 1.96]
+    Hopper        40       0.23 [0.05, 1.50]      0.25 [0.08, 0.87]
+    Walker2d      20       1.23 [0.33, 3.94]      0.93 [0.22, 3.46]
+    Ant           10       0.20 [0.03, 1.37]      1.50 [0.15, 11.35]
+    Swimmer       10       0.004 [0.001, 0.04]    0.07 [0.01, 1.06]
+
+By itself only Swimmer's is shown (p = 0.002), where ppo.py has learnt little by the end; the four
+others together have 0.43 [0.20, 0.86], p = 0.054.
 
     python algos/ppo_hterm.py --env Ant        `diff algos/ppo.py algos/ppo_hterm.py`: the lesson
 
