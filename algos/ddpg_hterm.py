@@ -233,13 +233,13 @@ def window_delta(target: Agent, windows: dict, args: Args) -> Tensor:
 
 def hamiltonian_term(agent, target: Agent, windows: dict, args: Args) -> tuple[Tensor, Tensor]:
     """1/(2Σm) Σ m_i ĝ_i ‖ x_i − μ(s_i) ‖², and the effective sample size (Σw)²/Σw²."""
-    mask, total = windows["mask"], windows["mask"].sum()
+    mask, total = windows["mask"], mean_over_learners(windows["mask"].sum())
     mean = agent.act(windows["obs"])  # (K, L, act_dim)
     with torch.no_grad():
         delta = window_delta(target, windows, args)
         log_ratio = agent.log_prob(windows["x"] - mean) - windows["log_prob"]
         g, w = chain_gradient(log_ratio, delta, mask, args.discount)
-        agent.g_square.lerp_(mean_over_learners((g.square() * mask).sum() / total), 0.01)
+        agent.g_square.lerp_(mean_over_learners((g.square() * mask).sum()) / total, 0.01)
         g = (g / (agent.g_square.sqrt() + 1e-6)).clamp(min=-1)
         effective = (mask * w).sum().square() / ((mask * w.square()).sum() + 1e-8)
     distance = (windows["x"] - mean).square().sum(-1)
@@ -273,6 +273,8 @@ def update(agent, target, optimizers, batch, gradients, args, windows, coef) -> 
         gradient = gradient / mean_over_learners(q.abs().mean()).clamp(min=1e-6)
         term, loss, size = hamiltonian_gradient(agent, target, windows, args)
         losses |= {"hamiltonian": loss, "effective_sample_size": size}
+        # the cap is of the whole batch's gradients, as with one learner
+        gradient, term = mean_over_learners(gradient), mean_over_learners(term)
         gradient = add_capped(gradient, term, coef)
     gradient_step(gradient, actor_optimizer, args.max_grad_norm)
     move_target(target, agent, args.polyak)

@@ -270,13 +270,14 @@ def window_delta(agent, target: Critics, windows: dict, log_prob: Tensor, args: 
 
 def hamiltonian_term(agent, target: Critics, windows: dict, args: Args) -> tuple[Tensor, Tensor]:
     """− (1/Σm) Σ m_i ĝ_i log π(x_i|s_i), and the effective sample size (Σw)²/Σw²."""
-    mask, total = windows["mask"], windows["mask"].sum()
+    mask, total = windows["mask"], mean_over_learners(windows["mask"].sum())
     log_prob = agent.log_prob(windows["obs"], windows["x"])  # (K, L)
     with torch.no_grad():
         delta = window_delta(agent, target, windows, log_prob, args)
         g, w = chain_gradient(log_prob - windows["log_prob"], delta, mask, args.discount)
-        g = g - w * (g * mask).sum() / (w * mask).sum().clamp(min=1e-8)
-        agent.g_square.lerp_(mean_over_learners((g.square() * mask).sum() / total), 0.01)
+        sums = mean_over_learners(torch.stack(((g * mask).sum(), (w * mask).sum())))
+        g = g - w * sums[0] / sums[1].clamp(min=1e-8)
+        agent.g_square.lerp_(mean_over_learners((g.square() * mask).sum()) / total, 0.01)
         g = g / (agent.g_square.sqrt() + 1e-6)
         effective = (mask * w).sum().square() / ((mask * w.square()).sum() + 1e-8)
     return -(mask * g * log_prob).sum() / total, effective
@@ -306,6 +307,8 @@ def update(agent, target, optimizers, batch, gradients, args, windows, coef) -> 
     if windows is not None:
         term, loss, size = hamiltonian_gradient(agent, target, windows, args)
         losses |= {"hamiltonian": loss, "effective_sample_size": size}
+        # the cap is of the whole batch's gradients, as with one learner
+        gradient, term = mean_over_learners(gradient), mean_over_learners(term)
         gradient = add_capped(gradient, term, coef)
     gradient_step(gradient, actor_optimizer, args.max_grad_norm)
     losses["entropy"] = -log_prob.mean()
