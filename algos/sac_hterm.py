@@ -16,9 +16,9 @@ the newest part of the replay buffer; x is an action before tanh, b the policy t
 
 Without the truncation of w, and but for a window's own part in the baseline, ∇L_H is, up to scale,
 that of −J_K, the expected K-step return that V̄ bootstraps. The temperature's loss does not see it,
-and with λ = 0 the run is sac.py's, bit for bit. Measured: no effect shown on Hopper (eight seeds,
-100 k steps): 1.7 times the time; the variance between seeds 3.4 × sac.py's [0.45, 23.5], p = 0.53,
-interquartile mean 1234 beside 1204, difference 30 [−452, 617] (benchmark/README.md).
+and with λ = 0 the run is sac.py's, bit for bit. On Hopper (eight seeds, 100 k steps) no effect is
+shown: the variance between seeds is 3.4 × sac.py's [0.45, 23.5], p = 0.53, the interquartile mean
+1234 beside 1204 (difference 30 [−452, 617]), at 1.7 times the time (benchmark/README.md).
 
     python algos/sac_hterm.py --env Hopper      `diff algos/sac.py algos/sac_hterm.py`: the lesson
 
