@@ -263,7 +263,7 @@ def train(args: Args) -> Result:
         agent.normalizer.update(rollout["obs"])
         before, step = step, step + args.horizon * args.num_envs * run.learners
 
-        if len(replay) >= min(args.warmup_steps, args.buffer_size):
+        if step >= args.warmup_steps and len(replay) >= min(args.warmup_steps, args.buffer_size):
             for number in range(int(before * args.utd_ratio), int(step * args.utd_ratio)):
                 losses = update(agent, target_network, optimizer, replay, loss_gradient, args)
                 if number % args.target_every == 0:

@@ -1,15 +1,17 @@
 """Modified soft actor-critic (ModSAC): sac.py whose policy waits while the critics are unreliable.
 
-The rule is that of ElegantRL's ModSAC (whose temperature does not wait; here it waits too). With
-L(Q) the loss of the critics, n_Q and n_π the updates of critics and policy so far, after each
-update of the critics
+The rule is that of ElegantRL's ModSAC. With L(Q) the loss of the critics, after each update of
+the critics
 
     L̄ ← 0.995 L̄ + 0.005 L(Q),  L̄ = 1 at first
     λ = exp( − L̄² )                               reliability of the critics, in (0, 1]
-    update the policy  if  n_π < n_Q / (2 − λ)
+    n ← n + 1 / (2 − λ),  n = 0 at first          updates that are due to the policy
+    if  n > 0:  n ← n − 1  and update the policy
 
 so that the policy moves at every update of the critics while their loss is small (λ → 1), and at
-every second while it is large (λ → 0): two time scales, of which the slower adapts.
+every second while it is large (λ → 0): two time scales, of which the slower adapts. (ElegantRL
+compares n_π / n_Q, of the updates since the last rollout, with 1 / (2 − λ); in some of its
+versions the temperature does not wait, here it does.)
 
     python algos/mod_sac.py --env HalfCheetah
 
@@ -128,8 +130,7 @@ class Agent(nn.Module):
         self.actor.log_temperature = nn.Parameter(torch.zeros(()))  # in the actor's optimizer
         self.critics = Critics(2, obs_dim + act_dim, args.hidden_size)
         self.register_buffer("average_critic_loss", torch.ones(()))  # L̄
-        self.register_buffer("critic_updates", torch.zeros((), dtype=torch.int64))  # n_Q
-        self.register_buffer("policy_updates", torch.zeros((), dtype=torch.int64))  # n_π
+        self.register_buffer("policy_due", torch.zeros(()))  # n
         self.target_entropy = -act_dim
         self.register_buffer("warm_up", torch.tensor(True))  # explore by uniform actions
         low, high = torch.tensor(action_space.low), torch.tensor(action_space.high)
@@ -232,15 +233,14 @@ def update(agent, target, optimizers, batch, gradients, args: Args) -> tuple[dic
     gradient, losses["critic"], td_error = critic_gradient(agent, target, batch, args)
     gradient_step(gradient, critic_optimizer, args.max_grad_norm)
     losses["reliability"] = critics_reliability(agent, mean_over_learners(losses["critic"]))
-    agent.critic_updates += 1
-    if agent.policy_updates * (2 - losses["reliability"]) < agent.critic_updates:
-        agent.policy_updates += 1
+    agent.policy_due += 1 / (2 - losses["reliability"])
+    if agent.policy_due > 0:
+        agent.policy_due -= 1
         gradient, _, losses["actor"], log_prob = actor_gradient(agent, batch, args)
         gradient_step(gradient, actor_optimizer, args.max_grad_norm)
         losses["entropy"] = -log_prob.mean()
         losses["temperature"] = agent.actor.log_temperature.exp()
     move_target(target, agent.critics, args.polyak)
-    losses["policy_updates"] = agent.policy_updates / agent.critic_updates
     return losses, td_error
 
 
@@ -271,7 +271,7 @@ def train(args: Args) -> Result:
         rollout = workers.collect()
         replay.add(rollout)
         before, step = step, step + args.horizon * args.num_envs * run.learners
-        if len(replay) >= min(args.warmup_steps, args.buffer_size):
+        if step >= args.warmup_steps and len(replay) >= min(args.warmup_steps, args.buffer_size):
             replay.importance_exponent = 0.4 + 0.6 * step / args.total_steps
             for _ in range(int(before * args.utd_ratio), int(step * args.utd_ratio)):
                 batch = replay.sample(args.batch_size)

@@ -295,7 +295,7 @@ def train(args: Args) -> Result:
         agent.normalizer.update(rollout["obs"])
         before, step = step, step + args.horizon * args.num_envs * run.learners
 
-        if len(replay) >= min(args.warmup_steps, args.buffer_size):
+        if step >= args.warmup_steps and len(replay) >= min(args.warmup_steps, args.buffer_size):
             for _ in range(int(before * args.utd_ratio), int(step * args.utd_ratio)):
                 losses = update(agent, target_critics, optimizer, replay, loss_gradient, args)
                 target_weights.lerp_(critic_weights, args.polyak)

@@ -47,9 +47,11 @@ class Randomness:
         return x.narrow(axis, self.rank * size, size)
 
     def randn_like(self, x: Tensor) -> Tensor:
+        """For a batch, or for T steps of windows: (T × batch, ...)."""
         self.calls += 1
-        assert len(x) == self.batch // self.learners, x.shape
-        return self.mine(torch.randn(self.batch, *x.shape[1:], generator=self.next()))
+        x = x.unflatten(0, (-1, self.batch // self.learners))
+        whole = torch.randn(len(x), self.batch, *x.shape[2:], generator=self.next())
+        return self.mine(whole, 1).flatten(0, 1)
 
     def rand(self, *size: int, device=None) -> Tensor:  # what all draw alike
         self.calls += 1
@@ -193,6 +195,7 @@ OFF_POLICY = {name: {} for name in "ddpg td3 sac mod_sac redq crossq maddpg matd
 OFF_POLICY |= {name: {} for name in "dqn d3qn sac_discrete".split()}
 OFF_POLICY |= {name: {"recurrent": True} for name in "vdn qmix".split()}
 OFF_POLICY["td3 clipped"] = {"max_grad_norm": 0.1}
+OFF_POLICY |= {name: {} for name in ("ddpg_hterm", "td3_hterm", "sac_hterm")}
 
 
 def off_policy(case: str) -> dict[str, Tensor]:
@@ -224,11 +227,18 @@ def off_policy(case: str) -> dict[str, Tensor]:
         for batch in batches:
             for positive in batch.keys() & {"weight", "discount"}:
                 batch[positive] = batch[positive].abs().clamp(max=1)
-        agent_after, target, optimizer = updates(name, module, agent, args, batches)
+        windows = []
+        if "hterm" in name:
+            for seed in range(UPDATES):
+                lead, shapes = (HORIZON, BATCH), {"x": BOX.shape, "log_prob": ()}
+                windows.append(make_batch(random, 100 + seed, 1, lead, shapes, action))
+                over = windows[-1]["done"].cumsum(0) - windows[-1]["done"].long()
+                windows[-1]["mask"] = (over == 0).float()
+        agent_after, target, optimizer = updates(name, module, agent, args, batches, windows)
     return result(agent_after, optimizer, *target)
 
 
-def updates(name: str, module, agent: nn.Module, args, batches: list) -> tuple:
+def updates(name: str, module, agent: nn.Module, args, batches: list, windows: list) -> tuple:
     """All batches, by the script's own `update` -> the agent, [target], an optimizer."""
     if name in ("dqn", "d3qn", "sac_discrete", "vdn", "qmix"):
         which = {"dqn": "q_network", "d3qn": "q_network", "sac_discrete": "critics"}.get(name)
@@ -251,9 +261,10 @@ def updates(name: str, module, agent: nn.Module, args, batches: list) -> tuple:
             module.update(agent, target, optimizer, replay, loss, args)
         return agent, [target], optimizer
     actor, critic = ("actors", "critics") if name in ("maddpg", "matd3") else ("actor", "critics")
-    if name == "ddpg":
+    if name in ("ddpg", "ddpg_hterm"):
         critic = "critic"
-    target = copy.deepcopy(agent.critics if name in ("sac", "mod_sac", "redq") else agent)
+    whole = name not in ("sac", "sac_hterm", "mod_sac", "redq")
+    target = copy.deepcopy(agent if whole else agent.critics)
     optimizers = [
         torch.optim.Adam([flatten(getattr(agent, part))], torch.tensor(1e-3), fused=True)
         for part in (critic, actor)
@@ -263,12 +274,15 @@ def updates(name: str, module, agent: nn.Module, args, batches: list) -> tuple:
         gradient_of(loss, getattr(agent, part))
         for loss, part in ((module.critic_loss, critic), (actor_loss, actor))
     ]
-    numbered = name in ("td3", "redq", "crossq", "matd3")
+    numbered = name in ("td3", "td3_hterm", "redq", "crossq", "matd3")
     targets = [] if name == "crossq" else [target.requires_grad_(False)]
+    if windows:
+        gradients.append(gradient_of(module.hamiltonian_term, agent.actor))
     for number, batch in enumerate(batches):
-        module.update(
-            agent, *targets, optimizers, batch, gradients, *([number] if numbered else []), args
-        )
+        # now as it is, now capped
+        term = [windows[number], 1e-2 if number % 4 else 1e2] if windows else []
+        extra = [*([number] if numbered else []), args, *term]
+        module.update(agent, *targets, optimizers, batch, gradients, *extra)
     return agent, targets, optimizers[0]
 
 

@@ -570,6 +570,12 @@ def assert_same(a, b, where=""):
         assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b or a != a, where
 
 
+@pytest.mark.parametrize("script", [ddpg, sac])
+def test_no_update_before_the_warm_up_is_over(script, tmp_path):
+    """Also where the buffer is full before."""
+    assert run_of(script, tmp_path, total_steps=100, buffer_size=20) == 100 - 50 + 2
+
+
 @pytest.mark.parametrize(
     ("script", "options"),
     [
