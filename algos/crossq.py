@@ -67,7 +67,7 @@ class Args(ReplayArgs):
     renorm_after: int = 100_000
     """batches of plain batch normalisation, before renormalisation"""
     n_step: int = 1
-    """rewards summed before the critics are asked"""
+    """rewards (without the entropies) summed before the critics are asked"""
     prioritized: bool = False
     """replay in proportion to the TD error (Schaul 2016) instead of uniformly"""
     reward_scale: float = 1.0
@@ -104,7 +104,7 @@ class BatchRenorm(nn.Module):
         y = (x − m) / s · r + d,   r = clip(s/σ, 1/3, 3),   d = clip((m − μ)/σ, −5, 5)
 
     so that y is what the running statistics would give unless the batch is far from them. In the
-    first `after` batches r = 1 and d = 0, which is batch normalisation.
+    first `after` batches r = 1 and d = 0, which is batch normalisation. To s² and σ² 1e-3 is added.
     """
 
     def __init__(self, after: int, *shape: int):
@@ -309,7 +309,7 @@ def train(args: Args) -> Result:
         replay.add(rollout)
         before, step = step, step + args.horizon * args.num_envs * run.learners
         if step >= args.warmup_steps and len(replay) >= min(args.warmup_steps, args.buffer_size):
-            replay.importance_exponent = 0.4 + 0.6 * step / args.total_steps
+            replay.importance_exponent = 0.4 + 0.6 * before / args.total_steps
             for number in range(int(before * args.utd_ratio), int(step * args.utd_ratio)):
                 batch = replay.sample(args.batch_size)
                 new, td_error = update(agent, optimizers, batch, gradients, number, args)

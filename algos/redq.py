@@ -14,7 +14,8 @@ What differs from sac.py:
 - `critic_loss`: the minimum over M = 2 random critics of N = 10. M sets how pessimistic the target
   is, N how much the average over updates varies. Only the M are evaluated.
 - `actor_loss`: the mean over all critics.
-- `update`: the actor moves once for `policy_delay` updates of the critics, as often as in sac.py.
+- `update`: the actor moves once for `policy_delay` updates of the critics: as often as in sac.py
+  while that equals `utd_ratio`.
 - Target entropies by environment (`TUNED`), one environment, a lower learning rate, a shorter
   warm-up: those of the authors' code.
 - `Critics` is sac.py's: the ten are one batched network, so they cost a few large products.
@@ -75,7 +76,7 @@ class Args(ReplayArgs):
     polyak: float = 0.005
     """τ: how far the target network moves towards the critics at each update"""
     n_step: int = 1
-    """rewards summed before the target network is asked"""
+    """rewards (without the entropies) summed before the target network is asked"""
     prioritized: bool = False
     """replay in proportion to the TD error (Schaul 2016) instead of uniformly"""
     reward_scale: float = 1.0
@@ -282,7 +283,7 @@ def train(args: Args) -> Result:
         replay.add(rollout)
         before, step = step, step + args.horizon * args.num_envs * run.learners
         if step >= args.warmup_steps and len(replay) >= min(args.warmup_steps, args.buffer_size):
-            replay.importance_exponent = 0.4 + 0.6 * step / args.total_steps
+            replay.importance_exponent = 0.4 + 0.6 * before / args.total_steps
             for number in range(int(before * args.utd_ratio), int(step * args.utd_ratio)):
                 batch = replay.sample(args.batch_size)
                 new, td_error = update(agent, target, optimizers, batch, gradients, number, args)

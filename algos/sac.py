@@ -63,7 +63,7 @@ class Args(ReplayArgs):
     polyak: float = 0.005
     """τ: how far the target network moves towards the critics at each update"""
     n_step: int = 1
-    """rewards summed before the target network is asked"""
+    """rewards (without the entropies) summed before the target network is asked"""
     prioritized: bool = False
     """replay in proportion to the TD error (Schaul 2016) instead of uniformly"""
     reward_scale: float = 1.0
@@ -255,7 +255,7 @@ def train(args: Args) -> Result:
         replay.add(rollout)
         before, step = step, step + args.horizon * args.num_envs * run.learners
         if step >= args.warmup_steps and len(replay) >= min(args.warmup_steps, args.buffer_size):
-            replay.importance_exponent = 0.4 + 0.6 * step / args.total_steps
+            replay.importance_exponent = 0.4 + 0.6 * before / args.total_steps
             for _ in range(int(before * args.utd_ratio), int(step * args.utd_ratio)):
                 batch = replay.sample(args.batch_size)
                 losses, td_error = update(agent, target, optimizers, batch, gradients, args)

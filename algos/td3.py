@@ -12,7 +12,7 @@ Fujimoto, van Hoof, Meger 2018, arXiv:1802.09477. With Q̄, μ̄ the slow target
 The three things, against the overestimation that a deterministic policy seeks out:
 - `Critics`, `critic_loss`: two critics, the smaller of which is believed;
 - `critic_loss`: noise on the target's action, so that a narrow peak of Q̄ does not count;
-- `update`: actor and target networks wait until the critics have moved `policy_delay` times.
+- `update`: actor and target networks move once for `policy_delay` updates of the critics.
 """
 
 import copy
@@ -233,7 +233,7 @@ def train(args: Args) -> Result:
         replay.add(rollout)
         before, step = step, step + args.horizon * args.num_envs * run.learners
         if step >= args.warmup_steps and len(replay) >= min(args.warmup_steps, args.buffer_size):
-            replay.importance_exponent = 0.4 + 0.6 * step / args.total_steps
+            replay.importance_exponent = 0.4 + 0.6 * before / args.total_steps
             for number in range(int(before * args.utd_ratio), int(step * args.utd_ratio)):
                 batch = replay.sample(args.batch_size)
                 new, td_error = update(agent, target, optimizers, batch, gradients, number, args)

@@ -327,7 +327,7 @@ def train(args: Args) -> Result:
         replay.add(rollout)
         before, step = step, step + args.horizon * args.num_envs * run.learners
         if step >= args.warmup_steps and len(replay) >= min(args.warmup_steps, args.buffer_size):
-            replay.importance_exponent = 0.4 + 0.6 * step / args.total_steps
+            replay.importance_exponent = 0.4 + 0.6 * before / args.total_steps
             coef = args.hterm_coef * (1 - before / args.total_steps)
             for number in range(int(before * args.utd_ratio), int(step * args.utd_ratio)):
                 batch = replay.sample(args.batch_size)

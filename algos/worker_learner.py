@@ -41,6 +41,7 @@ import itertools
 import json
 import math
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -169,6 +170,11 @@ class Run:
         if self.resumed:
             args = _saved_args(args, self.script)
         check_args(args, {**RUN_LIMITS, **limits})
+        if args.total_steps < getattr(args, "warmup_steps", 0):
+            raise UserError(
+                f"--total-steps is {args.total_steps}; allowed is at least --warmup-steps, "
+                f"{args.warmup_steps}, before which nothing is learned"
+            )
         if args.env_device == "cuda" and args.num_workers:
             raise UserError("--env-device is cuda, but --num-workers simulate on the CPU; drop one")
         for flag, device in (("--device", args.device), ("--env-device", args.env_device)):
@@ -418,6 +424,8 @@ class Run:
     def _describe(self, agent: nn.Module, step: int) -> None:
         args, count = self.args, sum(p.numel() for p in agent.parameters())
         device = torch.cuda.get_device_name() if self.device.type == "cuda" else "CPU"
+        if getattr(args, "bf16", False) and not _multiplies_bf16(self.device):
+            device += " (not fast at bfloat16: --bf16 is ignored)"
         cores = args.env_threads or available_cores()
         where = f"{args.num_workers} worker processes" if args.num_workers else "this process"
         if self.device.type == "cuda" and (args.num_workers or args.env_device == "cpu"):
@@ -1032,7 +1040,10 @@ class ReplayBuffer:
         size, least = self.capacity_rows * self.num_envs, max(horizon, n_step) * self.num_envs
         if size < least:
             least *= self._learners
-            raise UserError(f"--buffer-size is {capacity}; allowed is at least {least} here")
+            raise UserError(
+                f"--buffer-size is {capacity}; allowed is at least {least}, "
+                "--num-envs times the larger of --horizon and --n-step"
+            )
         kept = {k: x for k, x in rollout.items() if not k.startswith("episode_")}
         needed = size * sum(x[0, 0].numel() * x.element_size() for x in kept.values())
         needed += prioritized * 4 * size
@@ -1393,8 +1404,9 @@ def check_args(args: RunArgs, limits: dict[str, tuple]) -> None:
         if (low is not None and not value >= low) or (high is not None and not value <= high):
             allowed = f"from {low} to {high}" if high is not None else f"at least {low}"
             raise UserError(f"{flag} is {value}; allowed is {allowed}")
-        if isinstance(value, float) and not math.isfinite(value):
-            raise UserError(f"{flag} is {value}; it must be a finite number")
+        bits, largest = (32, 3e38) if kind is float else (64, 2**63 - 1)
+        if not abs(value) <= largest:
+            raise UserError(f"{flag} is {value}; it must be a finite number of {bits} bits")
 
 
 def _saved_args(given: RunArgs, script: str) -> RunArgs:
@@ -1474,7 +1486,19 @@ def parse(args_class: type[RunArgs], tuned: dict[str, dict[str, Any]]) -> RunArg
     first.add_argument("--resume")
     given, _ = first.parse_known_args()
     own = {} if given.resume else tuned.get(vec_envs.base_name(given.env), {})
+    sys.excepthook = _out_of_memory
     return tyro.cli(args_class, default=args_class(**own))
+
+
+def _out_of_memory(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    """sys.excepthook of a script: one sentence where it is memory that is missing."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(error):
+        asked = re.search(r"ried to allocate ([\d.]+ \w+)", str(error))
+        needed = f" for {asked[1]} more" if asked else ""
+        advice = "choose smaller sizes: networks, batches, --num-envs, --horizon"
+        print(f"Not enough memory{needed}; {advice}", file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, trace)
 
 
 def flatten(agent: nn.Module) -> nn.Parameter:
@@ -1594,6 +1618,7 @@ def load_checked(path: Path) -> tuple[Any, str]:
                     damaged = entry.filename
         if damaged is not None:
             return None, f"wrong checksum of {damaged}"
-        return torch.load(path, weights_only=True, map_location="cpu"), ""
+        # mmap: a large replay buffer is not in memory twice while it is copied to its place
+        return torch.load(path, weights_only=True, map_location="cpu", mmap=True), ""
     except Exception as error:
         return None, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"

@@ -576,6 +576,13 @@ def test_no_update_before_the_warm_up_is_over(script, tmp_path):
     assert run_of(script, tmp_path, total_steps=100, buffer_size=20) == 100 - 50 + 2
 
 
+def test_a_run_that_would_only_warm_up(tmp_path):
+    said = "--total-steps is 49; allowed is at least --warmup-steps, 50"
+    with pytest.raises(UserError, match=said):
+        run_of(sac, tmp_path / "run", total_steps=49)
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize(
     ("script", "options"),
     [

@@ -1000,6 +1000,8 @@ def test_bad_input_is_one_sentence(stopped, tmp_path):
         ("--total-steps -5", "--total-steps", "-5", "at least 1"),
         ("--learning-rate nan", "--learning-rate", "nan"),
         ("--learning-rate inf", "--learning-rate", "inf", "finite"),
+        ("--learning-rate 1e300", "--learning-rate", "1e+300", "finite", "32 bits"),
+        ("--epochs 9223372036854775808", "--epochs", "9223372036854775808", "64 bits"),
         ("--learning-rate -1", "--learning-rate", "-1"),
         ("--num-envs -1", "--num-envs", "-1"),
         ("--num-workers 100 --num-envs 4", "--num-workers", "100", "--num-envs", "4"),
@@ -1061,6 +1063,16 @@ def test_bad_input_is_one_sentence(stopped, tmp_path):
     assert not list(empty.iterdir())
     assert hashes(stopped.dir) == good_before
     assert {name: hashes(tmp_path / name) for name in before} == before
+
+
+def test_too_little_memory_is_one_sentence(tmp_path):
+    command = [sys.executable, "algos/ppo.py", "--env", "CartPole", "--horizon", 10**12]
+    run = start_command([*map(str, command), "--run-dir", str(tmp_path / "a")], tmp_path / "a")
+    ended = finish(run, 1)
+    needed, sizes = 64 * 4 * 4 * 10**12, "networks, batches, --num-envs, --horizon"
+    assert (
+        ended.err == f"Not enough memory for {needed} bytes more; choose smaller sizes: {sizes}\n"
+    )
 
 
 # As a library.
