@@ -86,8 +86,8 @@ class Args(ReplayArgs):
     """λ at first, weight of the H-term (0: sac.py)"""
     hterm_length: int = 8
     """K, steps of a window; there are as many windows as make a batch"""
-    hterm_newest: int = 100_000
-    """windows are from so many of the last steps"""
+    hterm_newest: int = 1000
+    """windows are from so many of the last steps; the policy has left older ones: their w is 0"""
 
 
 LIMITS = {

@@ -57,7 +57,7 @@ ARMS = {
     },
 }
 # what an arm is compared with, if not with `base`
-BASE = {"ddpg_hterm": "ddpg", "td3_hterm": "td3", "sac_hterm": "sac"}
+BASE = {f"{base}_{form}": base for base in ("ddpg", "td3", "sac") for form in ("hterm", "stale")}
 SCHEDULE_POINTS = 11  # of the noise that `logstd` takes over
 
 

@@ -489,7 +489,7 @@ def test_the_ratios_are_not_in_bfloat16(script, monkeypatch, tmp_path):
     original = worker_learner.gradient_of
     monkeypatch.setattr(worker_learner, "gradient_of", gradient_of)
     monkeypatch.setattr(worker_learner, "_multiplies_bf16", lambda device: True)
-    options = {"num_envs": 2, "total_steps": 20, "eval_every": 0, "eval_episodes": 1, "bf16": True}
+    options = {"num_envs": 2, "total_steps": 20, "warmup_steps": 16, "eval_every": 0, "bf16": True}
     script.train(script.Args(env="Pendulum", **options, run_dir=str(tmp_path / "run")))
     assert asked.pop("hamiltonian_term") is False and len(asked) == 2 and all(asked.values())
 
