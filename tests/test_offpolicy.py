@@ -668,7 +668,8 @@ def test_what_train_hands_on(script, tmp_path, monkeypatch):
     count = run_of(script, tmp_path / "run", **options, **small)
     assert made == [options] and warm == [True] * 25 + [False] * 25
     assert told == [True] * count and 20 < count < 30
-    assert exponents[0] < 0.75 and exponents == sorted(exponents) and exponents[-1] == 1
+    assert exponents[0] < 0.75 and exponents == sorted(exponents)
+    assert exponents[-1] == 0.4 + 0.6 * 98 / 100  # never above 1, however long a rollout is
 
 
 def weights_of(content):
