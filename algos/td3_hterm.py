@@ -16,8 +16,11 @@ policy that drew it, m_j is 1 until an episode ends, V̄(s) = min_i Q̄_i(s, μ�
 
 Without the bounds of w and ĝ, ∇L_H is, up to scale and after warm-up, that of −J_K, the expected
 K-step return that V̄ bootstraps. With λ = 0 the run is td3.py's, bit for bit. Of the scale, 1/σ² is
-left out: with σ = 0.1 --hterm-coef 12.5 puts it back, as far as the cap lets it. Whether it helps
-has not been measured yet; on Pendulum one of three runs failed with the general λ, of 0.125.
+left out: with σ = 0.1 --hterm-coef 12.5 puts it back, as far as the cap lets it. On Hopper (five
+seeds, 100 k steps) no effect is shown: the variance between seeds is 0.40 × td3.py's [0.08, 7.43],
+p = 0.20, the interquartile mean 1006 beside 989 (difference 17 [−560, 557]), at 1.6 times the time.
+With windows from the last 50 k steps it was 620 (four seeds): of 256 steps 2 or 3 counted (the
+effective sample size), since μ had left the others; of the last 1000 it is 11 to 15.
 
     python algos/td3_hterm.py --env Hopper     `diff algos/td3.py algos/td3_hterm.py`: the lesson
 
