@@ -36,6 +36,7 @@ import contextlib
 import copy
 import ctypes
 import dataclasses
+import fcntl
 import importlib
 import itertools
 import json
@@ -70,6 +71,7 @@ import vec_envs
 from vec_envs.core import Elsewhere, available_cores
 
 MAX_RESTARTS = 3  # of a child process that dies, before the run gives up
+LOCK_SECONDS = 5  # that a killed run may take to let go of its folder
 LONGEST_COMPILED = 16  # steps of a rollout, which the compiler writes out one after another
 LONGEST_EVALUATION = 20_000  # steps, for environments whose episodes need not end
 
@@ -380,6 +382,8 @@ class Run:
             _to_terminal(self._bar.close)
             self._quietly("metrics.csv", self._metrics_file.close)
             self._quietly("TensorBoard's file", self._tensorboard.close)
+        if self.rank == 0:
+            _unlock(self.dir)
         _leave_learners()
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
@@ -400,6 +404,7 @@ class Run:
 
     def _open_files(self, step: int, pending: set[int]) -> None:
         """Open metrics.csv and TensorBoard's file, without what comes again after `step`."""
+        _lock(self.dir)
         if not self.resumed and (self.dir / "args.json").exists():
             raise UserError(
                 f"--run-dir {self.dir} holds a run already; resume it (--resume {self.dir}) "
@@ -1207,6 +1212,7 @@ def _free_memory(device: torch.device) -> int:
 
 STAMP = "%Y%m%d-%H%M%S"
 _RUNS = itertools.count()  # of this process: torchrun starts it again with the same numbers
+_LOCKS: dict[tuple[int, int], int] = {}  # its folders: device and inode -> what holds the lock
 _JOINS = itertools.count()  # the process groups that it has had
 
 
@@ -1437,6 +1443,36 @@ def _saved_args(given: RunArgs, script: str) -> RunArgs:
 def _with_run_dir(args: RunArgs, script: str, stamp: str) -> RunArgs:
     name = f"{args.env.replace(':', '-').replace('/', '-')}__{script}__{args.seed}__{stamp}"
     return dataclasses.replace(args, run_dir=f"runs/{name}")
+
+
+def _lock(folder: Path) -> None:
+    """UserError while another process trains in a folder. Locks end with their process."""
+    identity = folder.stat().st_dev, folder.stat().st_ino
+    if identity in _LOCKS:  # by a run of this process that raised
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    until = time.monotonic() + LOCK_SECONDS
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() < until:
+                time.sleep(0.1)
+                continue
+            os.close(handle)
+            message = f"--run-dir or --resume {folder}: another process is training in it"
+            raise UserError(message) from None
+        except OSError:  # a file system without locks
+            pass
+        break
+    _LOCKS[identity] = handle
+
+
+def _unlock(folder: Path) -> None:
+    if folder.exists():
+        handle = _LOCKS.pop((folder.stat().st_dev, folder.stat().st_ino), None)
+        if handle is not None:
+            os.close(handle)
 
 
 def _restarted_args(args: RunArgs, script: str) -> RunArgs:

@@ -615,6 +615,33 @@ def test_evaluation_changes_nothing(references, tmp_path):
     curves(ended.dir)
 
 
+def test_a_second_process_in_a_run_folder_is_refused(tmp_path):
+    run = start(CARTPOLE, tmp_path / "run", sabotage=pause(4))
+    wait_for_pause(run)
+    before = (run.dir / "metrics.csv").read_bytes()
+    second = finish(resume(run.dir), 1)
+    assert f"{run.dir}: another process is training in it" in second.err
+    assert (run.dir / "metrics.csv").read_bytes() == before
+    go_on(run)
+    finish(run)
+    finish(resume(run.dir))  # nobody is in it any more
+
+
+def test_a_run_that_raised_does_not_lock_its_folder_for_the_same_process(tmp_path, monkeypatch):
+    monkeypatch.setattr(worker_learner, "LOCK_SECONDS", 0)
+    worker_learner._lock(tmp_path)
+    worker_learner._lock(tmp_path)
+    worker_learner._unlock(tmp_path)
+    code = f"""
+import sys, pathlib; from algos import worker_learner as helper
+helper.LOCK_SECONDS = 0; helper._lock(pathlib.Path({str(tmp_path)!r}))"""
+    command = [sys.executable, "-c", code]
+    assert subprocess.run(command, cwd=ROOT).returncode == 0
+    worker_learner._lock(tmp_path)
+    assert subprocess.run(command, cwd=ROOT, capture_output=True).returncode == 1
+    worker_learner._unlock(tmp_path)
+
+
 def test_a_flag_counts_on_resume_even_if_it_is_the_default(tmp_path, monkeypatch):
     saved = {"script": "ppo", "args": dataclasses.asdict(ppo.Args(total_steps=500))}
     (tmp_path / "args.json").write_text(json.dumps(saved))
