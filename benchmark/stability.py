@@ -57,7 +57,11 @@ ARMS = {
     },
 }
 # what an arm is compared with, if not with `base`
-BASE = {f"{base}_{form}": base for base in ("ddpg", "td3", "sac") for form in ("hterm", "stale")}
+BASE = {
+    f"{base}_{form}": base
+    for base in ("ddpg", "td3", "sac")
+    for form in ("hterm", "stale", "energy")
+}
 SCHEDULE_POINTS = 11  # of the noise that `logstd` takes over
 
 
