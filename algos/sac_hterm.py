@@ -25,6 +25,7 @@ effective sample size), of the last 1000 it is 30 to 37: π has left the others.
     python algos/sac_hterm.py --env Hopper      `diff algos/sac.py algos/sac_hterm.py`: the lesson
 
 Unlike ppo_hterm.py it has no second memory: a replay buffer forgets little, and critics use it all.
+A trial of its energy form on the whole buffer showed no effect either (benchmark/README.md).
 """
 
 import copy
