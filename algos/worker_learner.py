@@ -228,6 +228,7 @@ class Run:
         self._handlers: dict[int, Any] = {}
         self._evaluator: Evaluator | None = None
         self._warned: set[str] = set()
+        self._lock: tuple[int, int] | None = None  # its folder's, while it has it
 
     # The run's life: start, log, evaluate, checkpoint, finish.
 
@@ -238,23 +239,29 @@ class Run:
         they are all that the future of the run depends on, besides torch's random generators.
         """
         self._state = state = {"agent": agent, **state}
-        saved = self._load_checkpoint() if self.resumed and self.rank == 0 else None
-        pending = (saved or {}).get("pending_evaluations", [])
-        step = self._load_state(state, saved)
-        if step and not state["workers"].go_on:
-            self._say(
-                "Not exact: the environments start new episodes, since they run or ran in workers,"
-                "\non a GPU, by Gymnasium or for other learners. What is learnt goes on as saved."
-            )
-            state["workers"].start_anew(step)
-            self.end_episodes()
-        self.step = step
         try:
             self.dir.mkdir(parents=True, exist_ok=True)
             if self.rank == 0:
+                self._lock = _lock(self.dir)  # who still trains there may save once more
+            saved = self._load_checkpoint() if self.resumed and self.rank == 0 else None
+            pending = (saved or {}).get("pending_evaluations", [])
+            step = self._load_state(state, saved)
+            if step and not state["workers"].go_on:
+                self._say(
+                    "Not exact: the environments start new episodes, since they run or ran in "
+                    "workers,\non a GPU, by Gymnasium or for other learners. What is learnt goes "
+                    "on as saved."
+                )
+                state["workers"].start_anew(step)
+                self.end_episodes()
+            self.step = step
+            if self.rank == 0:
                 self._open_files(step, pending={number for number, _ in pending})
-        except OSError as error:
-            raise UserError(f"--run-dir {self.dir}: {error.strerror}") from None
+        except BaseException as error:
+            self._unlock()
+            if isinstance(error, OSError):
+                raise UserError(f"--run-dir {self.dir}: {error.strerror}") from None
+            raise
         self._describe(agent, step)
         with contextlib.suppress(ValueError):  # not the main thread
             for number in (signal.SIGINT, signal.SIGTERM):
@@ -382,12 +389,19 @@ class Run:
             _to_terminal(self._bar.close)
             self._quietly("metrics.csv", self._metrics_file.close)
             self._quietly("TensorBoard's file", self._tensorboard.close)
-        if self.rank == 0:
-            _unlock(self.dir)
+        self._unlock()
         _leave_learners()
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         self._handlers.clear()
+
+    def _unlock(self) -> None:
+        """Let another process train in the folder."""
+        handle, self._lock = _LOCKS.pop(self._lock, None), None
+        if handle is not None:
+            with contextlib.suppress(OSError):  # not by os.close alone: a forked child has it too
+                fcntl.flock(handle, fcntl.LOCK_UN)
+            os.close(handle)
 
     def gradient(self, loss_function: Callable, network: nn.Module, bf16: bool = True) -> Callable:
         """`gradient_of` a loss, compiled as --compile says and, where allowed, as --bf16 says."""
@@ -404,7 +418,6 @@ class Run:
 
     def _open_files(self, step: int, pending: set[int]) -> None:
         """Open metrics.csv and TensorBoard's file, without what comes again after `step`."""
-        _lock(self.dir)
         if not self.resumed and (self.dir / "args.json").exists():
             raise UserError(
                 f"--run-dir {self.dir} holds a run already; resume it (--resume {self.dir}) "
@@ -1445,11 +1458,14 @@ def _with_run_dir(args: RunArgs, script: str, stamp: str) -> RunArgs:
     return dataclasses.replace(args, run_dir=f"runs/{name}")
 
 
-def _lock(folder: Path) -> None:
-    """UserError while another process trains in a folder. Locks end with their process."""
+def _lock(folder: Path) -> tuple[int, int]:
+    """Its key in _LOCKS; UserError while another process trains in it.
+
+    A lock ends with its process. On a network file system another node may not see it.
+    """
     identity = folder.stat().st_dev, folder.stat().st_ino
     if identity in _LOCKS:  # by a run of this process that raised
-        return
+        return identity
     handle = os.open(folder, os.O_RDONLY)
     until = time.monotonic() + LOCK_SECONDS
     while True:
@@ -1466,13 +1482,7 @@ def _lock(folder: Path) -> None:
             pass
         break
     _LOCKS[identity] = handle
-
-
-def _unlock(folder: Path) -> None:
-    if folder.exists():
-        handle = _LOCKS.pop((folder.stat().st_dev, folder.stat().st_ino), None)
-        if handle is not None:
-            os.close(handle)
+    return identity
 
 
 def _restarted_args(args: RunArgs, script: str) -> RunArgs:

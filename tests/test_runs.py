@@ -5,7 +5,9 @@ lets its runs live at the same time. Every one has a session of its own, in whic
 for processes that should be gone.
 """
 
+import contextlib
 import dataclasses
+import fcntl
 import hashlib
 import importlib.util
 import json
@@ -627,19 +629,43 @@ def test_a_second_process_in_a_run_folder_is_refused(tmp_path):
     finish(resume(run.dir))  # nobody is in it any more
 
 
-def test_a_run_that_raised_does_not_lock_its_folder_for_the_same_process(tmp_path, monkeypatch):
+def test_who_resumes_waits_for_the_last_checkpoint_of_who_still_trains(tmp_path):
+    run = finish(start(CARTPOLE, tmp_path / "run"))
+    checkpoint = run.dir / "checkpoint.pt"
+    older = checkpoint.read_bytes()
+    finish(start(["--resume", str(run.dir), "--total-steps", "7000"]))
+    last = checkpoint.read_bytes()
+    checkpoint.write_bytes(older)
+    handle = os.open(run.dir, os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    second = resume(run.dir)
+
+    def waits() -> bool:
+        for path in Path(f"/proc/{second.process.pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+                if path.samefile(run.dir):
+                    return True
+        return False
+
+    wait_for(waits, what="the second process", run=second)
+    checkpoint.write_bytes(last)
+    os.close(handle)
+    assert "Resumed at step 7040 in" in finish(second).out
+
+
+def test_a_run_that_raised_does_not_lock_its_folder(tmp_path, monkeypatch):
+    """Not for the same process; and for others not where it was refused, as this one is."""
     monkeypatch.setattr(worker_learner, "LOCK_SECONDS", 0)
+    (tmp_path / "args.json").touch()
     worker_learner._lock(tmp_path)
-    worker_learner._lock(tmp_path)
-    worker_learner._unlock(tmp_path)
     code = f"""
 import sys, pathlib; from algos import worker_learner as helper
 helper.LOCK_SECONDS = 0; helper._lock(pathlib.Path({str(tmp_path)!r}))"""
     command = [sys.executable, "-c", code]
-    assert subprocess.run(command, cwd=ROOT).returncode == 0
-    worker_learner._lock(tmp_path)
     assert subprocess.run(command, cwd=ROOT, capture_output=True).returncode == 1
-    worker_learner._unlock(tmp_path)
+    with pytest.raises(UserError, match="holds a run already"):
+        ppo.train(ppo.Args(env="CartPole", num_envs=2, device="cpu", run_dir=str(tmp_path)))
+    assert subprocess.run(command, cwd=ROOT).returncode == 0
 
 
 def test_a_flag_counts_on_resume_even_if_it_is_the_default(tmp_path, monkeypatch):
