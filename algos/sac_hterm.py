@@ -100,7 +100,7 @@ LIMITS = {
 }
 
 # What differs by environment; a flag on the command line wins.
-TUNED = {"Pendulum": dict(total_steps=10_000, warmup_steps=1000)}
+TUNED = {"Pendulum": dict(total_steps=10_000, warmup_steps=1000, hidden_size=128)}
 
 
 def mlp(inputs: int, hidden: int, outputs: int) -> nn.Sequential:
