@@ -101,6 +101,8 @@ class RunArgs:
     """processes that collect (0: this one, right for GPU and MuJoCo environments)"""
     env_threads: int = 0
     """threads that step MuJoCo on a CPU (0: one a core, shared among the workers)"""
+    torch_threads: int = 1
+    """threads of the learner's tensor operations on a CPU; more help large networks only"""
     run_dir: str = ""
     """folder of this run (empty: runs/{env}__{script}__{seed}__{time})"""
     resume: str = ""
@@ -132,6 +134,7 @@ RUN_LIMITS = {
     "seed": (0, 2**31 - 1),
     "num_workers": (0, 1024),
     "env_threads": (0, 1024),
+    "torch_threads": (1, 1024),
     "eval_episodes": (1, 10_000),
     "checkpoint_every": (1, None),
     "log_every": (1, None),
@@ -214,7 +217,7 @@ class Run:
         self.args = args = _learners_share(args, self.rank, self.learners, limits)
         self.dir = Path(args.run_dir)
         self.device = torch.device(args.device)
-        torch.set_num_threads(1)  # the networks are small: two threads wait more than they work
+        torch.set_num_threads(args.torch_threads)  # small networks: two wait more than they work
         torch.set_flush_denormal(True)  # Adam's moments of dead units become such, and are slow
         keep_freed_memory()
         torch.manual_seed(args.seed)

@@ -7,14 +7,16 @@
 
 What follows `--` are flags for the script.
 
-Runs are single-threaded, `--parallel` at a time, and lie in `--runs-dir`: a finished run is not
-repeated, one that was interrupted goes on where it was. The return is the mean of the last
-deterministic evaluation, after all steps. Seconds are of training alone, with `--parallel` runs
-sharing the machine: they are no speed claim (benchmark/throughput.py makes those).
+Runs are single-threaded (but for `-- --torch-threads`), `--parallel` at a time, and lie in
+`--runs-dir`: a finished run is not repeated, one that was interrupted goes on where it was. The
+return is the mean of the last deterministic evaluation, after all steps. Seconds are of training
+alone, with `--parallel` runs sharing the machine: they are no speed claim (benchmark/throughput.py
+makes those).
 """
 
 import csv
 import fcntl
+import itertools
 import json
 import math
 import shlex
@@ -141,7 +143,8 @@ def train(options: Options, flags: list[str], seed: int, version: str) -> None:
     row |= {"return": round(curve[last]["episodic_return"], 2), "best": round(best, 2)}
     row |= {"std": round(curve[last]["episodic_return_std"], 2)}
     row |= {"seconds": round(curve[last]["seconds"], 1), "parallel": options.parallel}
-    row |= {"torch_threads_and_env_threads": f"1 {options.env_threads}"}
+    torch_threads = dict(itertools.pairwise(flags)).get("--torch-threads", 1)
+    row |= {"torch_threads_and_env_threads": f"{torch_threads} {options.env_threads}"}
     row |= {"commit": begun_at(run_dir, command), "command": shlex.join(command)}
     append(options.results / "returns.csv", [row])
     points = [
@@ -165,13 +168,13 @@ def append(path: Path, rows: list[dict]) -> None:
 
 
 def table(path: Path) -> None:
-    """Print a row of Markdown for every group of runs that differ only in the seed."""
+    """Print a row of Markdown for every group of runs that differ in seed and speed only."""
     groups: dict[tuple[str, ...], list[float]] = {}
     with open(path, newline="") as file:
         for row in csv.DictReader(file):
             command = shlex.split(row["command"])
-            if "--seed" in command:
-                at = command.index("--seed")
+            for flag in {"--seed", "--torch-threads"} & set(command):
+                at = command.index(flag)
                 del command[at : at + 2]
             key = (shlex.join(command), row["steps"])
             groups.setdefault(key, []).append(float(row["return"]))
@@ -190,7 +193,7 @@ def figure(results: Path) -> None:
     Only of runs with the scripts' own settings (how long, how often evaluated and how fast are
     none); simple policies' returns, where known, dotted.
     """
-    no_settings = {"--total-steps", "--eval-every", "--compile", "--bf16"}
+    no_settings = {"--total-steps", "--eval-every", "--compile", "--bf16", "--torch-threads"}
     try:
         from matplotlib import pyplot
     except ImportError:
