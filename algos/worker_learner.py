@@ -72,6 +72,7 @@ from vec_envs.core import Elsewhere, available_cores
 
 MAX_RESTARTS = 3  # of a child process that dies, before the run gives up
 LOCK_SECONDS = 5  # that a killed run may take to let go of its folder
+CHECKPOINT_SECONDS = 600  # after which a slow run is saved before --checkpoint-every says so
 LONGEST_COMPILED = 16  # steps of a rollout, which the compiler writes out one after another
 LONGEST_EVALUATION = 20_000  # steps, for environments whose episodes need not end
 
@@ -112,7 +113,7 @@ class RunArgs:
     eval_episodes: int = 10
     """episodes of one evaluation"""
     checkpoint_every: int = 100_000
-    """steps between checkpoints"""
+    """steps between checkpoints (ten minutes at most)"""
     compile: Literal["none", "rollout", "default", "graphs"] = "none"
     """torch.compile. rollout: of rollouts up to 16 steps where environments are tensor operations;
     default: of these and of the losses with their gradients; graphs: with CUDA graphs (GPU only)"""
@@ -282,7 +283,8 @@ class Run:
             dynamic_ncols=True,
             disable=self.rank > 0,
         )
-        self._began = time.perf_counter() - self.seconds
+        self._saved_at = time.perf_counter()
+        self._began = self._saved_at - self.seconds
         self._warm: tuple[int, float] | None = None  # step and time after the first iteration
         return step
 
@@ -343,15 +345,17 @@ class Run:
     def checkpoint(self, step: int) -> None:
         """Save if a checkpoint is due. After SIGINT or SIGTERM: save, say how to resume, exit."""
         before, self.step = self.step, step
-        self._stop_signal = _largest_over_learners(self._stop_signal)  # all stop, or none
-        if self._stop_signal:
+        late = time.perf_counter() - self._saved_at > CHECKPOINT_SECONDS
+        wish = _largest_over_learners(self._stop_signal or int(late))  # all stop, or save, or none
+        if wish > 1:  # a signal: SIGINT is 2, SIGTERM 15
+            self._stop_signal = wish
             saved = self._save_checkpoint(step)
             self.close()
             command = self._command(self._script_path, "--resume", self.dir)
             but = "" if saved else ", which could not be saved"
             self._say(f"\nStopped at step {step}{but}. Go on with:\n    {command}")
             raise SystemExit(128 + self._stop_signal)
-        if step // self.args.checkpoint_every > before // self.args.checkpoint_every:
+        if wish or step // self.args.checkpoint_every > before // self.args.checkpoint_every:
             self._save_checkpoint(step)
 
     def finish(self, step: int) -> Result:
@@ -524,7 +528,8 @@ class Run:
         for name, x in weights:
             if x.is_floating_point() and not x.isfinite().all():
                 self._fail(f"{name} has NaN or infinity at step {step}: training stopped")
-        self.seconds = time.perf_counter() - self._began
+        self._saved_at = time.perf_counter()
+        self.seconds = self._saved_at - self._began
         names = "seconds", "best_return", "last_return", "training_return"
         content = {name: thing.state_dict() for name, thing in self._state.items()}
         content["run"] = run = {name: getattr(self, name) for name in names}
@@ -1535,13 +1540,15 @@ def parse(args_class: type[RunArgs], tuned: dict[str, dict[str, Any]]) -> RunArg
     first.add_argument("--resume")
     given, _ = first.parse_known_args()
     own = {} if given.resume else tuned.get(vec_envs.base_name(given.env), {})
-    sys.excepthook = _out_of_memory
+    sys.excepthook = _say_in_one_sentence
     return tyro.cli(args_class, default=args_class(**own))
 
 
-def _out_of_memory(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    """sys.excepthook of a script: one sentence where it is memory that is missing."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(error):
+def _say_in_one_sentence(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    """sys.excepthook of a script: no traceback for Ctrl-C or where it is memory that is missing."""
+    if kind is KeyboardInterrupt:  # while it trains, Run._on_signal answers
+        print("Stopped before training began", file=sys.stderr)
+    elif isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(error):
         asked = re.search(r"ried to allocate ([\d.]+ \w+)", str(error))
         needed = f" for {asked[1]} more" if asked else ""
         advice = "choose smaller sizes: networks, batches, --num-envs, --horizon"

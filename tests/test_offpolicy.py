@@ -697,6 +697,20 @@ def test_sigkill(tmp_path):
     assert_same(ours, theirs)
 
 
+@pytest.mark.parametrize("seconds", [0, 600])
+def test_a_slow_run_is_saved_before_its_steps_say_so(seconds, tmp_path, monkeypatch):
+    monkeypatch.setattr(worker_learner, "CHECKPOINT_SECONDS", seconds)
+    run_of(sac, tmp_path / "killed", kill_after=100, checkpoint_every=10**6)
+    path = tmp_path / "killed" / "checkpoint.pt"
+    assert path.exists() == (seconds == 0)
+    if seconds == 0:  # the iteration before the one in which it was killed
+        assert torch.load(path, weights_only=True)["run"]["step"] == 146
+        resume_of(sac, tmp_path / "killed")
+        run_of(sac, tmp_path / "reference")
+        names = "killed", "reference"
+        assert_same(*(torch.load(tmp_path / n / "checkpoint.pt", weights_only=True) for n in names))
+
+
 def test_without_the_replay_buffer_a_resumed_run_fills_it_anew(tmp_path, capsys):
     run_of(sac, tmp_path, kill_after=300, save_replay=False)
     content = torch.load(tmp_path / "checkpoint.pt", weights_only=True)

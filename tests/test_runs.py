@@ -617,12 +617,25 @@ def test_evaluation_changes_nothing(references, tmp_path):
     curves(ended.dir)
 
 
+def has_open(run: Started, folder: Path) -> bool:
+    """It waits for the folder's lock, or has it."""
+    for path in Path(f"/proc/{run.process.pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            if path.samefile(folder):
+                return True
+    return False
+
+
 def test_a_second_process_in_a_run_folder_is_refused(tmp_path):
     run = start(CARTPOLE, tmp_path / "run", sabotage=pause(4))
     wait_for_pause(run)
     before = (run.dir / "metrics.csv").read_bytes()
     second = finish(resume(run.dir), 1)
     assert f"{run.dir}: another process is training in it" in second.err
+    third = resume(run.dir)
+    wait_for(lambda: has_open(third, run.dir), what="the third process", run=third)
+    kill(third, signal.SIGINT)
+    assert finish(third, -signal.SIGINT).err == "Stopped before training began\n"
     assert (run.dir / "metrics.csv").read_bytes() == before
     go_on(run)
     finish(run)
@@ -639,15 +652,7 @@ def test_who_resumes_waits_for_the_last_checkpoint_of_who_still_trains(tmp_path)
     handle = os.open(run.dir, os.O_RDONLY)
     fcntl.flock(handle, fcntl.LOCK_EX)
     second = resume(run.dir)
-
-    def waits() -> bool:
-        for path in Path(f"/proc/{second.process.pid}/fd").iterdir():
-            with contextlib.suppress(FileNotFoundError):  # closed meanwhile
-                if path.samefile(run.dir):
-                    return True
-        return False
-
-    wait_for(waits, what="the second process", run=second)
+    wait_for(lambda: has_open(second, run.dir), what="the second process", run=second)
     checkpoint.write_bytes(last)
     os.close(handle)
     assert "Resumed at step 7040 in" in finish(second).out
