@@ -24,13 +24,20 @@ effective sample size), of the last 1000 it is 30 to 37: π has left the others.
 
     python algos/sac_hterm.py --env Hopper      `diff algos/sac.py algos/sac_hterm.py`: the lesson
 
-Unlike ppo_hterm.py it has no second memory: a replay buffer forgets little, and critics use it all.
-A trial of its energy form on the whole buffer showed no effect either (benchmark/README.md).
+`--hterm energy --hterm-coef 0.5` is the other form, self-imitation (Oh, Guo, Singh, Lee 2018,
+arXiv:1806.05635), as `ppo_hterm.py --hterm-weight energy`. All of the replay buffer is its memory;
+R_i is the return with entropies from step i to its window's or its episode's end, bootstrapped:
+
+    E_i  = max(0, R_i − min_k Q̄_k(s_i, ã_i))            energy that π leaves unused, Ē its mean
+    L_H  = 1/(2 Σm) Σ m_i min(E_i/Ē, 3) ‖ a_i − tanh μ(s_i) ‖²          λ constant
+
+It is zero where nothing in memory beats the critics. It showed no effect either (five seeds).
 """
 
 import copy
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -85,12 +92,14 @@ class Args(ReplayArgs):
     """width of the two hidden layers of actor and critics"""
     bf16: bool = False
     """multiply matrices in bfloat16 where losses are computed, if the processor is fast at it"""
+    hterm: Literal["chain", "energy"] = "chain"
+    """form of the H-term: a policy gradient along windows, or self-imitation"""
     hterm_coef: float = 0.125
-    """λ at first, weight of the H-term (0: sac.py)"""
+    """λ, weight of the H-term, of a chain at first (0: sac.py)"""
     hterm_length: int = 8
     """K, steps of a window; there are as many windows as make a batch"""
     hterm_newest: int = 1000
-    """windows are from so many of the last steps; the policy has left older ones: their w is 0"""
+    """chain: windows are from so many of the last steps; the policy has left older ones"""
 
 
 LIMITS = {
@@ -148,7 +157,8 @@ class Agent(nn.Module):
         low, high = torch.tensor(action_space.low), torch.tensor(action_space.high)
         self.register_buffer("action_center", (high + low) / 2)
         self.register_buffer("action_scale", (high - low) / 2)
-        self.register_buffer("g_square", torch.ones(()))  # of the H-term, running mean
+        self.register_buffer("g_square", torch.ones(()))  # of the chain, running mean
+        self.register_buffer("mean_energy", torch.ones(()))  # Ē, running mean
 
     def forward(self, obs: Tensor) -> Tensor:
         mean, _ = self.actor(obs).chunk(2, -1)
@@ -258,15 +268,24 @@ def chain_gradient(log_ratio, delta, mask, discount, truncation=1.0) -> tuple[Te
     return term.flip(0).cumsum(0).flip(0), w
 
 
-def window_delta(agent, target: Critics, windows: dict, log_prob: Tensor, args: Args) -> Tensor:
-    """δ_j = r_j − α log π(a_j|s_j) + γ (1 − terminated_j) V̄(s_{j+1}) − V̄(s_j), (K, L)"""
+def window_delta(
+    agent, target: Critics, windows: dict, log_prob: Tensor | None, args: Args
+) -> Tensor:
+    """δ_j = r_j − α log π(a_j|s_j) + γ (1 − terminated_j) V̄(s_{j+1}) − V̄(s_j), (K, L)
+
+    `log_prob` is log π(x_j|s_j); without it log π(ã_j|s_j) is taken for that of a_j, so that
+    δ_j = r_j + γ (1 − terminated_j) V̄(s_{j+1}) − min_i Q̄_i(s_j, ã_j).
+    """
     temperature = agent.actor.log_temperature.exp()
     # next_obs_j is obs_{j+1}, or the true last observation where an episode ends and m stays 0
     states = torch.cat((windows["obs"][:1], windows["next_obs"])).flatten(0, 1)
     action, next_log_prob = agent.sample(states)
     value = target(states, action).amin(0) - temperature * next_log_prob
     value = value.view(len(windows["obs"]) + 1, -1)  # (K + 1, L)
-    log_prob = log_prob - log_slope(windows["x"]).sum(-1)  # of a instead of x
+    if log_prob is None:
+        log_prob = next_log_prob.view_as(value)[:-1]
+    else:
+        log_prob = log_prob - log_slope(windows["x"]).sum(-1)  # of a instead of x
     reward = args.reward_scale * windows["reward"] - temperature * log_prob
     return reward + args.discount * ~windows["terminated"] * value[1:] - value[:-1]
 
@@ -284,6 +303,27 @@ def hamiltonian_term(agent, target: Critics, windows: dict, args: Args) -> tuple
         g = g / (agent.g_square.sqrt() + 1e-6)
         effective = (mask * w).sum().square() / ((mask * w.square()).sum() + 1e-8)
     return -(mask * g * log_prob).sum() / total, effective
+
+
+def energy_term(agent, target: Critics, windows: dict, args: Args) -> tuple[Tensor, Tensor]:
+    """1/(2 Σm) Σ m_i min(E_i/Ē, 3) ‖ a_i − tanh μ(s_i) ‖², and the weights' effective sample size.
+
+    E_i = max(0, R_i − min_k Q̄_k(s_i, ã_i)), where the difference is Σ_{j≥i} γ^{j−i} m_j δ_j.
+    """
+    mask, total = windows["mask"], mean_over_learners(windows["mask"].sum())
+    mean, _ = agent.actor(windows["obs"]).chunk(2, -1)  # (K, L, act_dim)
+    with torch.no_grad():
+        energy = window_delta(agent, target, windows, None, args)
+        for j in range(len(energy) - 2, -1, -1):  # from the end: δ becomes the sum
+            energy[j] += args.discount * mask[j + 1] * energy[j + 1]
+        energy = mask * energy.clamp(min=0)
+        sums = mean_over_learners(torch.stack((energy.sum(), (energy > 0).sum())))
+        found = torch.where(sums[1] > 0, sums[0] / sums[1], agent.mean_energy)
+        agent.mean_energy.lerp_(found, 0.01)
+        weight = (energy / (agent.mean_energy + 1e-6)).clamp(max=3)
+        effective = weight.sum().square() / (weight.square().sum() + 1e-8)
+    distance = (windows["action"] - mean.tanh()).square().sum(-1)
+    return 0.5 * (weight * distance).sum() / total, effective
 
 
 def add_capped(base: Tensor, term: Tensor, coef: float) -> Tensor:
@@ -337,13 +377,16 @@ def train(args: Args) -> Result:
         prioritized=args.prioritized,
     )  # fmt: skip
     gradients = run.gradient(critic_loss, agent.critics), run.gradient(policy_loss, agent.actor)
-    gradients += (run.gradient(hamiltonian_term, agent.actor, bf16=False),)  # exact ratios
+    chain = args.hterm == "chain"
+    term = hamiltonian_term if chain else energy_term  # not in bfloat16: ratios are exact
+    gradients += (run.gradient(term, agent.actor, bf16=False),)
     step = run.start(
         agent=agent, target=target, critic_optimizer=critic_optimizer,
         actor_optimizer=actor_optimizer, workers=workers, replay=replay,
     )  # fmt: skip
 
     window_shape = max(1, args.batch_size // args.hterm_length), args.hterm_length  # L, K
+    newest = args.hterm_newest if chain else None
     losses: dict[str, Tensor] = {}  # of the last updates
     while step < args.total_steps:
         agent.warm_up.fill_(step < args.warmup_steps)
@@ -352,10 +395,10 @@ def train(args: Args) -> Result:
         before, step = step, step + args.horizon * args.num_envs * run.learners
         if step >= args.warmup_steps and len(replay) >= min(args.warmup_steps, args.buffer_size):
             replay.importance_exponent = 0.4 + 0.6 * before / args.total_steps
-            coef = args.hterm_coef * (1 - before / args.total_steps)
+            coef = args.hterm_coef * (1 - chain * before / args.total_steps)
             for _ in range(int(before * args.utd_ratio), int(step * args.utd_ratio)):
                 batch = replay.sample(args.batch_size)
-                windows = replay.windows(*window_shape, args.hterm_newest) if coef > 0 else None
+                windows = replay.windows(*window_shape, newest) if coef > 0 else None
                 losses, td_error = update(
                     agent, target, optimizers, batch, gradients, args, windows, coef
                 )

@@ -55,6 +55,7 @@ ARMS = {
         for base in ("ddpg", "td3", "sac")
         for name in (base, f"{base}_hterm")
     },
+    "sac_energy": "sac_hterm --hterm energy --hterm-coef 0.5 --bf16 --compile default",
 }
 # what an arm is compared with, if not with `base`
 BASE = {

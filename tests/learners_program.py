@@ -196,6 +196,7 @@ OFF_POLICY |= {name: {} for name in "dqn d3qn sac_discrete".split()}
 OFF_POLICY |= {name: {"recurrent": True} for name in "vdn qmix".split()}
 OFF_POLICY["td3 clipped"] = {"max_grad_norm": 0.1}
 OFF_POLICY |= {name: {} for name in ("ddpg_hterm", "td3_hterm", "sac_hterm")}
+OFF_POLICY["sac_hterm energy"] = {"hterm": "energy"}
 
 
 def off_policy(case: str) -> dict[str, Tensor]:
@@ -277,7 +278,9 @@ def updates(name: str, module, agent: nn.Module, args, batches: list, windows: l
     numbered = name in ("td3", "td3_hterm", "redq", "crossq", "matd3")
     targets = [] if name == "crossq" else [target.requires_grad_(False)]
     if windows:
-        gradients.append(gradient_of(module.hamiltonian_term, agent.actor))
+        energy = getattr(args, "hterm", "chain") == "energy"
+        term = module.energy_term if energy else module.hamiltonian_term
+        gradients.append(gradient_of(term, agent.actor))
     for number, batch in enumerate(batches):
         # now as it is, now capped
         term = [windows[number], 1e-2 if number % 4 else 1e2] if windows else []

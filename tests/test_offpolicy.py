@@ -593,6 +593,7 @@ def test_a_run_that_would_only_warm_up(tmp_path):
         (ddpg_hterm, {"noise": "ou", "total_steps": 240}),
         (td3_hterm, {"horizon": 2, "total_steps": 240}),
         (sac_hterm, {"max_grad_norm": 1.0, "total_steps": 240}),
+        (sac_hterm, {"hterm": "energy", "total_steps": 240}),
     ],
 )
 def test_resumed_is_bit_identical(script, options, tmp_path):
@@ -630,7 +631,8 @@ def test_without_the_h_term_the_run_is_the_parents_bit_for_bit(parent, child, op
         contents.append(torch.load(run_dir / "checkpoint.pt", weights_only=True))
     base, zero, with_term = contents
     for content in (zero, with_term):  # what only the child has
-        content["agent"].pop("g_square"), content["target"].pop("g_square", None)
+        for name in ("g_square", "mean_energy"):
+            content["agent"].pop(name, None), content["target"].pop(name, None)
         for name in ("x", "log_prob"):
             assert content["replay"]["data"].pop(name).abs().sum() > 0
     assert_same(base, zero)

@@ -212,6 +212,74 @@ def test_the_term_and_its_gradient(script):
     assert np.abs(expected).max() > 0.01
 
 
+def test_the_energy_and_its_gradient():
+    """Return to the window's or the episode's end less min Q, weight and loss, a step at a time."""
+    agent, target, args = make_agent(sac_hterm)
+    agent.mean_energy.fill_(2.0)
+    windows = random_windows()
+    plain = {name: tensor.numpy() for name, tensor in windows.items()}
+    torch.manual_seed(5)
+    term, effective = sac_hterm.energy_term(agent, target, windows, args)
+    torch.manual_seed(5)
+    noise = torch.randn(LENGTH + 1, COUNT, ACT_DIM, dtype=torch.float64).numpy()
+    actor, critics = arrays(agent.actor), arrays(target)
+
+    def value(obs, noise):
+        """min_i Q̄_i(s, ã) and − α log π(ã|s)"""
+        mean, std = numpy_policy(sac_hterm, actor, obs)
+        u = mean + std * noise
+        log_prob = numpy_log_prob(sac_hterm, actor, obs, u) - np.log(1 - np.tanh(u) ** 2).sum()
+        return numpy_values(sac_hterm, critics, obs, np.tanh(u)).min(), -math.exp(-0.7) * log_prob
+
+    energy = np.zeros((LENGTH, COUNT))
+    for i, window in itertools.product(range(LENGTH), range(COUNT)):
+        if plain["mask"][i, window] == 0:
+            continue
+        total, discount, entropy = 0.0, 1.0, 0.0
+        for j in range(i, LENGTH):
+            total += discount * (3 * plain["reward"][j, window] + entropy)
+            discount *= DISCOUNT
+            if plain["terminated"][j, window]:
+                break
+            after, entropy = value(plain["next_obs"][j, window], noise[j + 1, window])
+            if plain["done"][j, window] or j == LENGTH - 1:
+                total += discount * (after + entropy)
+                break
+        energy[i, window] = max(0, total - value(plain["obs"][i, window], noise[i, window])[0])
+    assert 5 < (energy > 0).sum() < plain["mask"].sum() - 5
+    mean_energy = 0.99 * 2 + 0.01 * energy[energy > 0].mean()
+    np.testing.assert_allclose(agent.mean_energy, mean_energy)
+    weight = np.minimum(energy / (mean_energy + 1e-6), 3)
+    assert (weight == 3).any()
+    np.testing.assert_allclose(effective, weight.sum() ** 2 / (weight**2).sum())
+
+    def reference(parameters):
+        total = 0.0
+        for i, window in itertools.product(range(LENGTH), range(COUNT)):
+            mean = numpy_mlp(parameters, plain["obs"][i, window])[:ACT_DIM]
+            distance = ((plain["action"][i, window] - np.tanh(mean)) ** 2).sum()
+            total += 0.5 * weight[i, window] * distance
+        return total / plain["mask"].sum()
+
+    np.testing.assert_allclose(term.item(), reference(actor), rtol=1e-7)
+    expected = slopes(reference, actor)
+    np.testing.assert_allclose(gradient_of(agent, term), expected, atol=1e-8)
+    assert np.abs(expected).max() > 0.01
+
+
+def test_a_memory_that_is_beaten_adds_exactly_nothing():
+    """No return above min Q: the actor moves as without windows, bit for bit, and Ē stays."""
+    agent, target, args = make_agent(sac_hterm)
+    windows = random_windows()
+    windows["reward"] -= 1000
+    agent.mean_energy.fill_(2.0)
+    other = copy.deepcopy(agent)
+    term, effective = sac_hterm.energy_term(agent, target, windows, args)
+    assert term.item() == 0 and effective.item() == 0 and agent.mean_energy.item() == 2
+    steps = [actor_step(sac_hterm, x, t, 1.0) for x, t in ((agent, term), (other, None))]
+    assert all(torch.equal(a, b) for a, b in zip(*steps, strict=True))
+
+
 def test_the_chain_has_the_gradient_of_the_k_step_return():
     """Tabular, every trajectory enumerated: autograd of L_H = finite differences of −J_K."""
     rng = np.random.default_rng(0)
@@ -271,8 +339,11 @@ def test_a_chain_of_one_is_the_td_policy_gradient():
     assert torch.equal(g, delta) and torch.equal(w, torch.ones(1, 6))
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_nothing_after_an_episodes_end_reaches_the_term(script):
+@pytest.mark.parametrize(
+    ("script", "form"),
+    [*((script, "hamiltonian_term") for script in SCRIPTS), (sac_hterm, "energy_term")],
+)
+def test_nothing_after_an_episodes_end_reaches_the_term(script, form):
     results = []
     for spoilt in (False, True):
         agent, target, args = make_agent(script)
@@ -283,7 +354,7 @@ def test_nothing_after_an_episodes_end_reaches_the_term(script):
                 windows[name][after] += 10 * torch.randn_like(windows[name][after])
             windows["terminated"][after] ^= True
         torch.manual_seed(5)
-        term, effective = script.hamiltonian_term(agent, target, windows, args)
+        term, effective = getattr(script, form)(agent, target, windows, args)
         results.append((term.item(), effective.item(), gradient_of(agent, term)))
     for clean, spoilt in zip(*results, strict=True):
         np.testing.assert_allclose(spoilt, clean, rtol=1e-9, atol=1e-12)
@@ -492,6 +563,31 @@ def test_the_ratios_are_not_in_bfloat16(script, monkeypatch, tmp_path):
     options = {"num_envs": 2, "total_steps": 20, "warmup_steps": 16, "eval_every": 0, "bf16": True}
     script.train(script.Args(env="Pendulum", **options, run_dir=str(tmp_path / "run")))
     assert asked.pop("hamiltonian_term") is False and len(asked) == 2 and all(asked.values())
+
+
+def test_the_energys_memory_is_the_whole_buffer_and_its_weight_stays(tmp_path, monkeypatch):
+    asked, coefs = [], []
+
+    class Spy(ReplayBuffer):
+        def windows(self, count, length, newest=None):
+            asked.append((count, length, newest))
+            return super().windows(count, length, newest)
+
+    def add_capped(base, term, coef, original=sac_hterm.add_capped):
+        coefs.append(coef)
+        return original(base, term, coef)
+
+    monkeypatch.setattr(sac_hterm, "ReplayBuffer", Spy)
+    monkeypatch.setattr(sac_hterm, "add_capped", add_capped)
+    options = {"num_envs": 2, "total_steps": 100, "warmup_steps": 60, "hterm_newest": 20}
+    options |= {"env": "Pendulum", "eval_every": 0, "hidden_size": 8, "batch_size": 32}
+    for form, newest in (("chain", 20), ("energy", None)):
+        sac_hterm.train(sac_hterm.Args(**options, hterm=form, run_dir=str(tmp_path / form)))
+        assert asked == [(4, 8, newest)] * 42
+        fractions = [coef / 0.125 for coef in coefs]
+        falling = fractions == sorted(fractions, reverse=True) and abs(fractions[-1] - 0.02) < 1e-9
+        assert falling if form == "chain" else fractions == [1] * 42
+        asked.clear(), coefs.clear()
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
