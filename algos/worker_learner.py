@@ -1545,9 +1545,11 @@ def parse(args_class: type[RunArgs], tuned: dict[str, dict[str, Any]]) -> RunArg
 
 
 def _say_in_one_sentence(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    """sys.excepthook of a script: no traceback for Ctrl-C or where it is memory that is missing."""
+    """sys.excepthook of a script: no traceback for Ctrl-C, `| head` or memory that is missing."""
     if kind is KeyboardInterrupt:  # while it trains, Run._on_signal answers
         print("Stopped before training began", file=sys.stderr)
+    elif kind is BrokenPipeError:  # --help | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     elif isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(error):
         asked = re.search(r"ried to allocate ([\d.]+ \w+)", str(error))
         needed = f" for {asked[1]} more" if asked else ""

@@ -1,6 +1,7 @@
 """Every script answers --help, runs, and differs from its parent only where the lesson is."""
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -113,6 +114,17 @@ def test_help(script, results, request):
     _, done = results[request.node.name]
     assert done.returncode == 0, done.stderr
     assert "usage" in done.stdout
+
+
+def test_help_that_nobody_reads():
+    """`python algos/sac.py --help | head`"""
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, ALGOS / "sac.py", "--help"], stdout=writer, stderr=subprocess.PIPE
+    )
+    os.close(writer)
+    assert done.stderr == b""
 
 
 @pytest.mark.parametrize(("script", "env"), RUNS)
