@@ -1411,8 +1411,12 @@ def _check_actions(env: str, space: gymnasium.Space, actions: str, multi_agent: 
         raise UserError(f"--env {env} has continuous actions; {fit} fit it")
     if actions == "bounded" and discrete:
         raise UserError(f"--env {env} has discrete actions; dqn.py, ppo.py and a2c.py fit it")
-    if not discrete and not space.is_bounded():
-        raise UserError(f"--env {env} has actions without bounds; give its action space some")
+    if discrete:
+        return
+    low, high = torch.tensor(space.low), torch.tensor(space.high)
+    if not (high - low).float().isfinite().all():
+        what = "actions without bounds, or too far apart for float32; give its action space others"
+        raise UserError(f"--env {env} has {what}")
 
 
 def check_args(args: RunArgs, limits: dict[str, tuple]) -> None:

@@ -39,6 +39,7 @@ from algos import (
     worker_learner,
 )
 from algos.worker_learner import ReplayBuffer, UserError, Workers
+from vec_envs import classic
 
 OBS_DIM, ACT_DIM, HIDDEN, BATCH = 4, 2, 6, 10
 OBS = gymnasium.spaces.Box(-np.inf, np.inf, (OBS_DIM,))
@@ -775,10 +776,9 @@ def test_where_environments_start_anew_the_buffer_knows(where, tmp_path, monkeyp
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_action_spaces_that_do_not_fit(script, tmp_path, monkeypatch):
     run_dir = str(tmp_path / "run")
-    for unbounded, what in ((False, "discrete actions"), (True, "actions without bounds")):
-        env = "Pendulum" if unbounded else "CartPole"
-        if unbounded:
-            monkeypatch.setattr(gymnasium.spaces.Box, "is_bounded", lambda *_: False)
-        with pytest.raises(UserError, match=rf"--env {env} has {what}; ") as error:
+    cases = ("CartPole", 1.0, "discrete actions;"), ("Pendulum", math.inf, "actions without bounds")
+    for env, largest, what in (*cases, ("Pendulum", 3e38, "actions without bounds")):
+        monkeypatch.setattr(classic.Pendulum, "max_torque", largest)
+        with pytest.raises(UserError, match=rf"--env {env} has {what}") as error:
             script.train(script.Args(env=env, num_envs=1, device="cpu", run_dir=run_dir))
         assert "\n" not in str(error.value) and not (tmp_path / "run").exists()
