@@ -24,7 +24,7 @@ on Hopper (five seeds, 100 k steps): the variance between seeds was 1.4 × ddpg.
 
 With --noise ou, x is without the noise carried over from before: that is the environment's.
 
-Unlike ppo_hterm.py it has no second memory: a replay buffer forgets little, and critics use it all.
+The other form, self-imitation, is sac_hterm.py's: it showed nothing there and was not tried here.
 """
 
 import copy

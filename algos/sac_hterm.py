@@ -24,12 +24,13 @@ effective sample size), of the last 1000 it is 30 to 37: π has left the others.
 
     python algos/sac_hterm.py --env Hopper      `diff algos/sac.py algos/sac_hterm.py`: the lesson
 
-`--hterm energy --hterm-coef 0.5` is the other form, self-imitation (Oh, Guo, Singh, Lee 2018,
-arXiv:1806.05635), as `ppo_hterm.py --hterm-weight energy`. All of the replay buffer is its memory;
-R_i is the return with entropies from step i to its window's or its episode's end, bootstrapped:
+Another form is `--hterm energy --hterm-coef 0.5 --hterm-newest 1000000`: self-imitation (Oh, Guo,
+Singh, Lee 2018, arXiv:1806.05635) with the replay buffer as its memory, drawn from uniformly, and
+for the policy only. R_i is the return with entropies from step i to its window's or its episode's
+end, bootstrapped there, λ constant:
 
     E_i  = max(0, R_i − min_k Q̄_k(s_i, ã_i))            energy that π leaves unused, Ē its mean
-    L_H  = 1/(2 Σm) Σ m_i min(E_i/Ē, 3) ‖ a_i − tanh μ(s_i) ‖²          λ constant
+    L_H  = 1/(2 Σm) Σ m_i min(E_i/Ē, 3) ‖ a_i − tanh μ(s_i) ‖²
 
 It is zero where nothing in memory beats the critics. It showed no effect either (five seeds).
 """
@@ -99,7 +100,7 @@ class Args(ReplayArgs):
     hterm_length: int = 8
     """K, steps of a window; there are as many windows as make a batch"""
     hterm_newest: int = 1000
-    """chain: windows are from so many of the last steps; the policy has left older ones"""
+    """windows are from so many of the last steps; of a chain, the policy has left older ones"""
 
 
 LIMITS = {
@@ -157,8 +158,8 @@ class Agent(nn.Module):
         low, high = torch.tensor(action_space.low), torch.tensor(action_space.high)
         self.register_buffer("action_center", (high + low) / 2)
         self.register_buffer("action_scale", (high - low) / 2)
-        self.register_buffer("g_square", torch.ones(()))  # of the chain, running mean
-        self.register_buffer("mean_energy", torch.ones(()))  # Ē, running mean
+        scale = "g_square" if args.hterm == "chain" else "mean_energy"
+        self.register_buffer(scale, torch.ones(()))  # of the H-term, running mean
 
     def forward(self, obs: Tensor) -> Tensor:
         mean, _ = self.actor(obs).chunk(2, -1)
@@ -372,12 +373,14 @@ def train(args: Args) -> Result:
         for network in (agent.critics, agent.actor)
     ]
     rollout = workers.start(agent, args.horizon, x=workers.action_space.shape, log_prob=())
+    chain = args.hterm == "chain"
+    unread = () if chain else ("x", "log_prob")
+    kept = {name: tensor for name, tensor in rollout.items() if name not in unread}
     replay = ReplayBuffer(
-        run, rollout, args.buffer_size, n_step=args.n_step, discount=args.discount,
+        run, kept, args.buffer_size, n_step=args.n_step, discount=args.discount,
         prioritized=args.prioritized,
     )  # fmt: skip
     gradients = run.gradient(critic_loss, agent.critics), run.gradient(policy_loss, agent.actor)
-    chain = args.hterm == "chain"
     term = hamiltonian_term if chain else energy_term  # not in bfloat16: ratios are exact
     gradients += (run.gradient(term, agent.actor, bf16=False),)
     step = run.start(
@@ -386,7 +389,6 @@ def train(args: Args) -> Result:
     )  # fmt: skip
 
     window_shape = max(1, args.batch_size // args.hterm_length), args.hterm_length  # L, K
-    newest = args.hterm_newest if chain else None
     losses: dict[str, Tensor] = {}  # of the last updates
     while step < args.total_steps:
         agent.warm_up.fill_(step < args.warmup_steps)
@@ -398,7 +400,7 @@ def train(args: Args) -> Result:
             coef = args.hterm_coef * (1 - chain * before / args.total_steps)
             for _ in range(int(before * args.utd_ratio), int(step * args.utd_ratio)):
                 batch = replay.sample(args.batch_size)
-                windows = replay.windows(*window_shape, newest) if coef > 0 else None
+                windows = replay.windows(*window_shape, args.hterm_newest) if coef > 0 else None
                 losses, td_error = update(
                     agent, target, optimizers, batch, gradients, args, windows, coef
                 )

@@ -24,7 +24,7 @@ effective sample size), since μ had left the others; of the last 1000 it is 11 
 
     python algos/td3_hterm.py --env Hopper     `diff algos/td3.py algos/td3_hterm.py`: the lesson
 
-Unlike ppo_hterm.py it has no second memory: a replay buffer forgets little, and critics use it all.
+The other form, self-imitation, is sac_hterm.py's: it showed nothing there and was not tried here.
 """
 
 import copy

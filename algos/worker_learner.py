@@ -1551,7 +1551,7 @@ def parse(args_class: type[RunArgs], tuned: dict[str, dict[str, Any]]) -> RunArg
 def _say_in_one_sentence(kind: type[BaseException], error: BaseException, trace: Any) -> None:
     """sys.excepthook of a script: no traceback for Ctrl-C, `| head` or memory that is missing."""
     if kind is KeyboardInterrupt:  # while it trains, Run._on_signal answers
-        print("Stopped before training began", file=sys.stderr)
+        print("Stopped", file=sys.stderr)
     elif kind is BrokenPipeError:  # --help | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     elif isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(error):

@@ -55,7 +55,8 @@ ARMS = {
         for base in ("ddpg", "td3", "sac")
         for name in (base, f"{base}_hterm")
     },
-    "sac_energy": "sac_hterm --hterm energy --hterm-coef 0.5 --bf16 --compile default",
+    "sac_energy": "sac_hterm --hterm energy --hterm-coef 0.5 --hterm-newest 1000000 "
+    "--bf16 --compile default",
 }
 # what an arm is compared with, if not with `base`
 BASE = {

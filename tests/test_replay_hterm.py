@@ -214,7 +214,7 @@ def test_the_term_and_its_gradient(script):
 
 def test_the_energy_and_its_gradient():
     """Return to the window's or the episode's end less min Q, weight and loss, a step at a time."""
-    agent, target, args = make_agent(sac_hterm)
+    agent, target, args = make_agent(sac_hterm, hterm="energy")
     agent.mean_energy.fill_(2.0)
     windows = random_windows()
     plain = {name: tensor.numpy() for name, tensor in windows.items()}
@@ -269,7 +269,7 @@ def test_the_energy_and_its_gradient():
 
 def test_a_memory_that_is_beaten_adds_exactly_nothing():
     """No return above min Q: the actor moves as without windows, bit for bit, and Ē stays."""
-    agent, target, args = make_agent(sac_hterm)
+    agent, target, args = make_agent(sac_hterm, hterm="energy")
     windows = random_windows()
     windows["reward"] -= 1000
     agent.mean_energy.fill_(2.0)
@@ -340,13 +340,12 @@ def test_a_chain_of_one_is_the_td_policy_gradient():
 
 
 @pytest.mark.parametrize(
-    ("script", "form"),
-    [*((script, "hamiltonian_term") for script in SCRIPTS), (sac_hterm, "energy_term")],
+    ("script", "form"), [*((script, {}) for script in SCRIPTS), (sac_hterm, {"hterm": "energy"})]
 )
 def test_nothing_after_an_episodes_end_reaches_the_term(script, form):
     results = []
     for spoilt in (False, True):
-        agent, target, args = make_agent(script)
+        agent, target, args = make_agent(script, **form)
         windows = random_windows()
         if spoilt:
             after = windows["mask"] == 0
@@ -354,7 +353,9 @@ def test_nothing_after_an_episodes_end_reaches_the_term(script, form):
                 windows[name][after] += 10 * torch.randn_like(windows[name][after])
             windows["terminated"][after] ^= True
         torch.manual_seed(5)
-        term, effective = getattr(script, form)(agent, target, windows, args)
+        term, effective = (script.energy_term if form else script.hamiltonian_term)(
+            agent, target, windows, args
+        )
         results.append((term.item(), effective.item(), gradient_of(agent, term)))
     for clean, spoilt in zip(*results, strict=True):
         np.testing.assert_allclose(spoilt, clean, rtol=1e-9, atol=1e-12)
@@ -565,13 +566,18 @@ def test_the_ratios_are_not_in_bfloat16(script, monkeypatch, tmp_path):
     assert asked.pop("hamiltonian_term") is False and len(asked) == 2 and all(asked.values())
 
 
-def test_the_energys_memory_is_the_whole_buffer_and_its_weight_stays(tmp_path, monkeypatch):
-    asked, coefs = [], []
+def test_what_train_makes_of_the_form(tmp_path, monkeypatch):
+    """λ falls for the chain only, and only the chain needs the behaviour's density."""
+    asked, coefs, kept = [], [], []
 
     class Spy(ReplayBuffer):
-        def windows(self, count, length, newest=None):
-            asked.append((count, length, newest))
-            return super().windows(count, length, newest)
+        def __init__(self, run, rollout, *rest, **options):
+            kept.append(rollout.keys())
+            super().__init__(run, rollout, *rest, **options)
+
+        def windows(self, *given):
+            asked.append(given)
+            return super().windows(*given)
 
     def add_capped(base, term, coef, original=sac_hterm.add_capped):
         coefs.append(coef)
@@ -581,13 +587,14 @@ def test_the_energys_memory_is_the_whole_buffer_and_its_weight_stays(tmp_path, m
     monkeypatch.setattr(sac_hterm, "add_capped", add_capped)
     options = {"num_envs": 2, "total_steps": 100, "warmup_steps": 60, "hterm_newest": 20}
     options |= {"env": "Pendulum", "eval_every": 0, "hidden_size": 8, "batch_size": 32}
-    for form, newest in (("chain", 20), ("energy", None)):
+    for form in ("chain", "energy"):
         sac_hterm.train(sac_hterm.Args(**options, hterm=form, run_dir=str(tmp_path / form)))
-        assert asked == [(4, 8, newest)] * 42
+        assert asked == [(4, 8, 20)] * 42
         fractions = [coef / 0.125 for coef in coefs]
         falling = fractions == sorted(fractions, reverse=True) and abs(fractions[-1] - 0.02) < 1e-9
         assert falling if form == "chain" else fractions == [1] * 42
         asked.clear(), coefs.clear()
+    assert kept[0] - kept[1] == {"x", "log_prob"} and "action" in kept[1]
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

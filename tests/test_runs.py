@@ -635,7 +635,7 @@ def test_a_second_process_in_a_run_folder_is_refused(tmp_path):
     third = resume(run.dir)
     wait_for(lambda: has_open(third, run.dir), what="the third process", run=third)
     kill(third, signal.SIGINT)
-    assert finish(third, -signal.SIGINT).err == "Stopped before training began\n"
+    assert finish(third, -signal.SIGINT).err == "Stopped\n"
     assert (run.dir / "metrics.csv").read_bytes() == before
     go_on(run)
     finish(run)
