@@ -532,6 +532,7 @@ OBS, ACT, BATCH, HIDDEN = 17, 6, 256, 256  # HalfCheetah's sizes
 def sac_stepper(script=sac_script, **flags: bool | str) -> Callable[[int], None]:
     """Sampling and `update` of sac.py or redq.py, on random transitions."""
     args = script.Args(device="cpu", **flags)
+    torch.set_num_threads(args.torch_threads)  # the compiler has as many
     spaces = gymnasium.spaces.Box(-np.inf, np.inf, (OBS,)), gymnasium.spaces.Box(-1.0, 1.0, (ACT,))
     agent = script.Agent(*spaces, args)
     target = copy.deepcopy(agent.critics).requires_grad_(False)
@@ -555,6 +556,7 @@ def sac_stepper(script=sac_script, **flags: bool | str) -> Callable[[int], None]
 
     for i in range(20):  # the compiler's time is not counted
         step(i)
+    torch.set_num_threads(1)
     return step
 
 
@@ -673,30 +675,42 @@ def memory_of_a_replay_buffer() -> Contenders:
     return {"CraneRL, resident memory": held, "what it must hold": lambda: 1_000_000 * row}
 
 
-def stable_baselines_sac(threads: int, seconds: float) -> Callable[[], float]:
+def stable_baselines_sac() -> Callable[[int], None]:
     from stable_baselines3 import SAC
 
     model = SAC("MlpPolicy", gymnasium.make("HalfCheetah-v5"), device="cpu", batch_size=BATCH)
     model.learn(500)
+    return lambda i: model.train(20, BATCH)
+
+
+def updates_per_second(
+    step: Callable[[int], None], options: Options, threads: int = 1, updates: int = 1
+) -> Callable[[], float]:
+    """A turn of a contender that makes so many updates a step."""
 
     def turn() -> float:
-        before = torch.get_num_threads()
         torch.set_num_threads(threads)
-        speed = per_second(lambda i: model.train(20, BATCH), 20, seconds)
-        torch.set_num_threads(before)
+        speed = per_second(step, updates, options.seconds)
+        torch.set_num_threads(1)
         return speed
 
     return turn
 
 
-def ours_on_sac(script) -> dict[str, Callable[[int], None]]:
-    name = f"CraneRL {Path(script.__file__).name}"
-    return {
-        f"{name} --bf16 --compile default": sac_stepper(script, bf16=True, compile="default"),
-        f"{name} --compile default": sac_stepper(script, compile="default"),
-        f"{name} --bf16": sac_stepper(script, bf16=True),
-        name: sac_stepper(script),
-    }
+def ours_on_sac(script, options: Options) -> Contenders:
+    cores, turns = available_cores(), {}
+    for flags, threads in (
+        ("--bf16 --compile default", 1),
+        ("--compile default", 1),
+        *[(f"--compile default --torch-threads {cores}", cores)] * (cores > 1),
+        ("--bf16", 1),
+        ("", 1),
+    ):
+        settings = {"bf16": "--bf16" in flags, "torch_threads": threads}
+        settings["compile"] = "default" if "default" in flags else "none"
+        name = f"CraneRL {Path(script.__file__).name} {flags}".strip()
+        turns[name] = updates_per_second(sac_stepper(script, **settings), options, threads)
+    return turns
 
 
 def sac(options: Options) -> Iterator[tuple[str, str, Contenders]]:
@@ -706,20 +720,16 @@ def sac(options: Options) -> Iterator[tuple[str, str, Contenders]]:
     """
     yield "A replay buffer of a million transitions", "bytes", memory_of_a_replay_buffer()
     keep_freed_memory()
-    steppers = ours_on_sac(sac_script) | {"plain loop, fp32": plain_sac_stepper()}
-    turns = {
-        what: lambda step=step: per_second(step, 1, options.seconds)
-        for what, step in steppers.items()
-    }
+    turns = ours_on_sac(sac_script, options)
+    turns["plain loop, fp32"] = updates_per_second(plain_sac_stepper(), options)
     for threads in sorted({1, available_cores()}):
         what = f"Stable-Baselines3 SAC, {threads} torch thread{'s' if threads > 1 else ''}"
-        turns[what] = stable_baselines_sac(threads, options.seconds)
+        turns[what] = updates_per_second(stable_baselines_sac(), options, threads, updates=20)
     yield "SAC updates", "updates/s", turns
-    steppers = ours_on_sac(redq) | {"ten critics one after another, fp32": looped_redq_stepper()}
-    turns = {
-        what: lambda step=step: per_second(step, 1, options.seconds)
-        for what, step in steppers.items()
-    }
+    torch._dynamo.reset()  # of one function, as gradient_of's, it keeps eight compiled forms
+    turns = ours_on_sac(redq, options)
+    looped = updates_per_second(looped_redq_stepper(), options)
+    turns["ten critics one after another, fp32"] = looped
     yield "REDQ updates, ten critics", "updates/s", turns
 
 
