@@ -15,6 +15,7 @@ import csv
 import datetime
 import functools
 import importlib
+import itertools
 import multiprocessing
 import os
 import platform
@@ -698,18 +699,17 @@ def updates_per_second(
 
 
 def ours_on_sac(script, options: Options) -> Contenders:
-    cores, turns = available_cores(), {}
-    for flags, threads in (
-        ("--bf16 --compile default", 1),
-        ("--compile default", 1),
-        *[(f"--compile default --torch-threads {cores}", cores)] * (cores > 1),
-        ("--bf16", 1),
-        ("", 1),
+    turns = {}
+    for compiled, threads, bf16 in itertools.product(
+        ("default", "none"), sorted({1, available_cores()}), (True, False)
     ):
-        settings = {"bf16": "--bf16" in flags, "torch_threads": threads}
-        settings["compile"] = "default" if "default" in flags else "none"
-        name = f"CraneRL {Path(script.__file__).name} {flags}".strip()
-        turns[name] = updates_per_second(sac_stepper(script, **settings), options, threads)
+        if compiled == "none" and threads > 1:
+            continue
+        name = f"CraneRL {Path(script.__file__).name}" + " --bf16" * bf16
+        name += " --compile default" * (compiled == "default")
+        name += f" --torch-threads {threads}" * (threads > 1)
+        step = sac_stepper(script, bf16=bf16, compile=compiled, torch_threads=threads)
+        turns[name] = updates_per_second(step, options, threads)
     return turns
 
 
@@ -721,15 +721,18 @@ def sac(options: Options) -> Iterator[tuple[str, str, Contenders]]:
     yield "A replay buffer of a million transitions", "bytes", memory_of_a_replay_buffer()
     keep_freed_memory()
     turns = ours_on_sac(sac_script, options)
-    turns["plain loop, fp32"] = updates_per_second(plain_sac_stepper(), options)
     for threads in sorted({1, available_cores()}):
-        what = f"Stable-Baselines3 SAC, {threads} torch thread{'s' if threads > 1 else ''}"
-        turns[what] = updates_per_second(stable_baselines_sac(), options, threads, updates=20)
+        many = f", {threads} torch threads" * (threads > 1)
+        turns["plain loop, fp32" + many] = updates_per_second(plain_sac_stepper(), options, threads)
+        sb3 = updates_per_second(stable_baselines_sac(), options, threads, updates=20)
+        turns["Stable-Baselines3 SAC" + (many or ", 1 torch thread")] = sb3
     yield "SAC updates", "updates/s", turns
     torch._dynamo.reset()  # of one function, as gradient_of's, it keeps eight compiled forms
     turns = ours_on_sac(redq, options)
-    looped = updates_per_second(looped_redq_stepper(), options)
-    turns["ten critics one after another, fp32"] = looped
+    for threads in sorted({1, available_cores()}):
+        many = f", {threads} torch threads" * (threads > 1)
+        looped = updates_per_second(looped_redq_stepper(), options, threads)
+        turns["ten critics one after another, fp32" + many] = looped
     yield "REDQ updates, ten critics", "updates/s", turns
 
 
