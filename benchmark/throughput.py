@@ -12,6 +12,7 @@ are those named in a row; where none is, the contender's own defaults.
 
 import copy
 import csv
+import ctypes
 import datetime
 import functools
 import importlib
@@ -655,7 +656,7 @@ def looped_redq_stepper() -> Callable[[int], None]:
     return step
 
 
-def memory_of_a_replay_buffer() -> Contenders:
+def memory(options: Options) -> Iterator[tuple[str, str, Contenders]]:
     """A million transitions of HalfCheetah's sizes: what the process grows by, and what it must."""
     numbers = {"obs": (OBS,), "action": (ACT,), "reward": (), "next_obs": (OBS,)}
     rollout = {name: torch.ones(1000, 4, *shape) for name, shape in numbers.items()}
@@ -667,13 +668,15 @@ def memory_of_a_replay_buffer() -> Contenders:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
     def held() -> float:
+        ctypes.CDLL(None).malloc_trim(0)  # what the turn before has freed must not be used again
         before = resident()
         replay = ReplayBuffer(run, rollout, 1_000_000)
         for _ in range(250):
             replay.add(rollout)
         return resident() - before
 
-    return {"CraneRL, resident memory": held, "what it must hold": lambda: 1_000_000 * row}
+    turns = {"CraneRL, resident memory": held, "what it must hold": lambda: 1_000_000 * row}
+    yield "A replay buffer of a million transitions", "bytes", turns
 
 
 def stable_baselines_sac() -> Callable[[int], None]:
@@ -718,7 +721,6 @@ def sac(options: Options) -> Iterator[tuple[str, str, Contenders]]:
 
     All run in this process, and so with the C library's memory as the scripts have it.
     """
-    yield "A replay buffer of a million transitions", "bytes", memory_of_a_replay_buffer()
     keep_freed_memory()
     turns = ours_on_sac(sac_script, options)
     for threads in sorted({1, available_cores()}):
@@ -807,7 +809,7 @@ def learners(options: Options) -> Iterator[tuple[str, str, Contenders]]:
 SECTIONS = {
     **{"env": env, "training": training, "dqn": dqn, "chasing": chasing},
     **{"particles": particles, "agents": agents, "hterm": hterm},
-    **{"replay_hterm": replay_hterm, "sac": sac},
+    **{"replay_hterm": replay_hterm, "memory": memory, "sac": sac},
     **{"workers": workers, "learners": learners},
 }
 
