@@ -201,9 +201,12 @@ def figure(results: Path) -> None:
     panels: dict[str, dict[str, dict[str, list[tuple[int, float]]]]] = {}
     with open(results / "curves.csv", newline="") as file:
         for row in csv.DictReader(file):
-            if {w for w in shlex.split(row["flags"]) if w.startswith("--")} <= no_settings:
-                seeds = panels.setdefault(row["env"], {}).setdefault(row["script"], {})
-                seeds.setdefault(row["seed"], []).append((int(row["step"]), float(row["return"])))
+            flags = {w for w in shlex.split(row["flags"]) if w.startswith("--")}
+            if flags <= no_settings:
+                name = row["script"] + " --bf16" * ("--bf16" in flags)
+                seeds = panels.setdefault(row["env"], {}).setdefault(name, {})
+                points = seeds.setdefault((row["seed"], row["flags"]), [])
+                points.append((int(row["step"]), float(row["return"])))
     if not panels:
         raise SystemExit(f"{results}/curves.csv has no run with a script's own settings")
     columns = min(4, len(panels))
