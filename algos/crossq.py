@@ -79,7 +79,7 @@ class Args(ReplayArgs):
     critic_hidden_size: int = 512
     """width of the critics' two hidden layers"""
     bf16: bool = False
-    """matrix products of the losses in bfloat16, if the processor is fast at it; may cost return"""
+    """the critics' loss: matrix products in bfloat16, if the processor is fast at it"""
 
 
 LIMITS = {
@@ -296,7 +296,10 @@ def train(args: Args) -> Result:
         run, rollout, args.buffer_size, n_step=args.n_step, discount=args.discount,
         prioritized=args.prioritized,
     )  # fmt: skip
-    gradients = run.gradient(critic_loss, agent.critics), run.gradient(policy_loss, agent.actor)
+    gradients = (
+        run.gradient(critic_loss, agent.critics),
+        run.gradient(policy_loss, agent.actor, bf16=False),  # ∂Q/∂a needs the digits
+    )
     step = run.start(
         agent=agent, critic_optimizer=critic_optimizer, actor_optimizer=actor_optimizer,
         workers=workers, replay=replay,

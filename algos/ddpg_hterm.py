@@ -89,7 +89,7 @@ class Args(ReplayArgs):
     hidden_size: int = 256
     """width of the two hidden layers of actor and critic"""
     bf16: bool = False
-    """matrix products of the losses in bfloat16, if the processor is fast at it; may cost return"""
+    """the critics' loss: matrix products in bfloat16, if the processor is fast at it"""
     hterm_coef: float = 0.125
     """λ at first, weight of the H-term (0: ddpg.py)"""
     hterm_length: int = 8
@@ -300,8 +300,11 @@ def train(args: Args) -> Result:
         run, kept, args.buffer_size, n_step=args.n_step, discount=args.discount,
         prioritized=args.prioritized,
     )  # fmt: skip
-    gradients = run.gradient(critic_loss, agent.critic), run.gradient(actor_loss, agent.actor)
-    gradients += (run.gradient(hamiltonian_term, agent.actor, bf16=False),)  # exact ratios
+    gradients = (
+        run.gradient(critic_loss, agent.critic),
+        run.gradient(actor_loss, agent.actor, bf16=False),  # ∂Q/∂a needs the digits
+        run.gradient(hamiltonian_term, agent.actor, bf16=False),  # and so do the ratios
+    )
     step = run.start(
         agent=agent, target=target, critic_optimizer=critic_optimizer,
         actor_optimizer=actor_optimizer, workers=workers, replay=replay,

@@ -92,7 +92,7 @@ class Args(ReplayArgs):
     hidden_size: int = 256
     """width of the two hidden layers of actor and critics"""
     bf16: bool = False
-    """matrix products of the losses in bfloat16, if the processor is fast at it; may cost return"""
+    """the critics' loss: matrix products in bfloat16, if the processor is fast at it"""
     hterm: Literal["chain", "energy"] = "chain"
     """form of the H-term: a policy gradient along windows, or self-imitation"""
     hterm_coef: float = 0.125
@@ -380,9 +380,11 @@ def train(args: Args) -> Result:
         run, kept, args.buffer_size, n_step=args.n_step, discount=args.discount,
         prioritized=args.prioritized,
     )  # fmt: skip
-    gradients = run.gradient(critic_loss, agent.critics), run.gradient(policy_loss, agent.actor)
-    term = hamiltonian_term if chain else energy_term  # not in bfloat16: ratios are exact
-    gradients += (run.gradient(term, agent.actor, bf16=False),)
+    gradients = (
+        run.gradient(critic_loss, agent.critics),
+        run.gradient(policy_loss, agent.actor, bf16=False),  # ∂Q/∂a needs the digits
+        run.gradient(hamiltonian_term if chain else energy_term, agent.actor, bf16=False),
+    )
     step = run.start(
         agent=agent, target=target, critic_optimizer=critic_optimizer,
         actor_optimizer=actor_optimizer, workers=workers, replay=replay,

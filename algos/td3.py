@@ -75,7 +75,7 @@ class Args(ReplayArgs):
     hidden_size: int = 256
     """width of the two hidden layers of actor and critics"""
     bf16: bool = False
-    """matrix products of the losses in bfloat16, if the processor is fast at it; may cost return"""
+    """the critics' loss: matrix products in bfloat16, if the processor is fast at it"""
 
 
 LIMITS = {
@@ -220,7 +220,10 @@ def train(args: Args) -> Result:
         run, rollout, args.buffer_size, n_step=args.n_step, discount=args.discount,
         prioritized=args.prioritized,
     )  # fmt: skip
-    gradients = run.gradient(critic_loss, agent.critics), run.gradient(actor_loss, agent.actor)
+    gradients = (
+        run.gradient(critic_loss, agent.critics),
+        run.gradient(actor_loss, agent.actor, bf16=False),  # ∂Q/∂a needs the digits
+    )
     step = run.start(
         agent=agent, target=target, critic_optimizer=critic_optimizer,
         actor_optimizer=actor_optimizer, workers=workers, replay=replay,
