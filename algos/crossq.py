@@ -79,7 +79,7 @@ class Args(ReplayArgs):
     critic_hidden_size: int = 512
     """width of the critics' two hidden layers"""
     bf16: bool = False
-    """the critics' loss: matrix products in bfloat16, if the processor is fast at it"""
+    """matrix products of the losses (not for ∂Q/∂a) in bfloat16, if the processor is fast at it"""
 
 
 LIMITS = {
@@ -251,7 +251,8 @@ def actor_loss(agent: Agent, batch: dict, args: Args) -> tuple[Tensor, Tensor]:
     agent.actor.train()
     action, log_prob = agent.sample(batch["obs"])
     agent.actor.eval()
-    value = agent.critics(batch["obs"], action).amin(0)
+    with torch.autocast(action.device.type, enabled=False):  # ∂Q/∂a needs the digits
+        value = agent.critics(batch["obs"], action).amin(0)
     temperature = agent.actor.log_temperature.detach().exp()
     return (temperature * log_prob - value).mean(), log_prob.detach()
 
@@ -296,10 +297,7 @@ def train(args: Args) -> Result:
         run, rollout, args.buffer_size, n_step=args.n_step, discount=args.discount,
         prioritized=args.prioritized,
     )  # fmt: skip
-    gradients = (
-        run.gradient(critic_loss, agent.critics),
-        run.gradient(policy_loss, agent.actor, bf16=False),  # ∂Q/∂a needs the digits
-    )
+    gradients = run.gradient(critic_loss, agent.critics), run.gradient(policy_loss, agent.actor)
     step = run.start(
         agent=agent, critic_optimizer=critic_optimizer, actor_optimizer=actor_optimizer,
         workers=workers, replay=replay,

@@ -73,7 +73,7 @@ class Args(ReplayArgs):
     hidden_size: int = 256
     """width of the two hidden layers of actor and critics"""
     bf16: bool = False
-    """the critics' loss: matrix products in bfloat16, if the processor is fast at it"""
+    """matrix products of the losses (not for ∂Q/∂a) in bfloat16, if the processor is fast at it"""
 
 
 LIMITS = {
@@ -189,7 +189,8 @@ def critic_loss(agent: Agent, target: Critics, batch: dict, args: Args) -> tuple
 def actor_loss(agent: Agent, batch: dict, args: Args) -> tuple[Tensor, Tensor]:
     """E[ α log π(ã|s) − min_i Q_i(s, ã) ], and log π(ã|s) (B,)."""
     action, log_prob = agent.sample(batch["obs"])
-    value = agent.critics(batch["obs"], action).amin(0)
+    with torch.autocast(action.device.type, enabled=False):  # ∂Q/∂a needs the digits
+        value = agent.critics(batch["obs"], action).amin(0)
     temperature = agent.actor.log_temperature.detach().exp()
     return (temperature * log_prob - value).mean(), log_prob.detach()
 
@@ -242,10 +243,7 @@ def train(args: Args) -> Result:
         run, rollout, args.buffer_size, n_step=args.n_step, discount=args.discount,
         prioritized=args.prioritized,
     )  # fmt: skip
-    gradients = (
-        run.gradient(critic_loss, agent.critics),
-        run.gradient(policy_loss, agent.actor, bf16=False),  # ∂Q/∂a needs the digits
-    )
+    gradients = run.gradient(critic_loss, agent.critics), run.gradient(policy_loss, agent.actor)
     step = run.start(
         agent=agent, target=target, critic_optimizer=critic_optimizer,
         actor_optimizer=actor_optimizer, workers=workers, replay=replay,

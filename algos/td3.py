@@ -75,7 +75,7 @@ class Args(ReplayArgs):
     hidden_size: int = 256
     """width of the two hidden layers of actor and critics"""
     bf16: bool = False
-    """the critics' loss: matrix products in bfloat16, if the processor is fast at it"""
+    """matrix products of the losses (not for ∂Q/∂a) in bfloat16, if the processor is fast at it"""
 
 
 LIMITS = {
@@ -181,7 +181,9 @@ def critic_loss(agent: Agent, target: Agent, batch: dict, args: Args) -> tuple[T
 
 def actor_loss(agent: Agent, batch: dict, args: Args) -> Tensor:
     """− E[ Q_1(s, μ(s)) ]"""
-    return -agent.critics(batch["obs"], agent.act(batch["obs"]), members=slice(1)).mean()
+    action = agent.act(batch["obs"])
+    with torch.autocast(action.device.type, enabled=False):  # ∂Q/∂a needs the digits
+        return -agent.critics(batch["obs"], action, members=slice(1)).mean()
 
 
 @torch.no_grad()
@@ -220,10 +222,7 @@ def train(args: Args) -> Result:
         run, rollout, args.buffer_size, n_step=args.n_step, discount=args.discount,
         prioritized=args.prioritized,
     )  # fmt: skip
-    gradients = (
-        run.gradient(critic_loss, agent.critics),
-        run.gradient(actor_loss, agent.actor, bf16=False),  # ∂Q/∂a needs the digits
-    )
+    gradients = run.gradient(critic_loss, agent.critics), run.gradient(actor_loss, agent.actor)
     step = run.start(
         agent=agent, target=target, critic_optimizer=critic_optimizer,
         actor_optimizer=actor_optimizer, workers=workers, replay=replay,

@@ -548,10 +548,8 @@ def sac_stepper(script=sac_script, **flags: bool | str) -> Callable[[int], None]
     run = SimpleNamespace(device=torch.device("cpu"), args=args, learners=1)
     replay = ReplayBuffer(run, rollout, 4000)
     replay.add(rollout)
-    gradients = (
-        Run.gradient(run, script.critic_loss, agent.critics),
-        Run.gradient(run, script.policy_loss, agent.actor, bf16=False),
-    )
+    functions = (script.critic_loss, agent.critics), (script.policy_loss, agent.actor)
+    gradients = [Run.gradient(run, *function) for function in functions]
 
     def step(i: int) -> None:
         number = (i,) if script is redq else ()
