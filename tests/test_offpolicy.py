@@ -334,6 +334,32 @@ def test_bfloat16_is_close_and_its_results_are_float32(script):
     assert 1e-5 < error < 0.05  # of 8 bits: 2⁻⁸ is 0.004
 
 
+@pytest.mark.parametrize(
+    "script",
+    [*SCRIPTS, mod_sac, redq, crossq, ddpg_hterm, td3_hterm, sac_hterm],
+)
+def test_the_slope_of_q_is_not_in_bfloat16(script):
+    """Of a rounded Q the policy learns less (benchmark/README.md); all else may be rounded."""
+    args = script.Args(hidden_size=HIDDEN, num_envs=2)
+    agent = script.Agent(OBS, BOX, args)
+    batch = {k: x.float() if x.dtype == torch.float64 else x for k, x in random_batch().items()}
+    critic = agent.critic if hasattr(agent, "critic") else agent.critics
+    target = copy.deepcopy(critic if hasattr(agent.actor, "log_temperature") else agent)
+    critic = critic[0] if isinstance(critic, torch.nn.Sequential) else critic  # DDPG's first layer
+    rounded = {agent.actor: [], critic: []}
+    for network, found in rounded.items():
+        network.register_forward_pre_hook(
+            lambda *_, found=found: found.append(torch.is_autocast_enabled("cpu"))
+        )
+    with torch.autocast("cpu", torch.bfloat16):
+        script.actor_loss(agent, batch, args)
+        assert rounded == {agent.actor: [True], critic: [False]}
+        rounded[critic].clear()
+        without_target = () if script is crossq else (target,)
+        script.critic_loss(agent, *without_target, batch, args)
+    assert rounded[critic] == [True]
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_large_values_are_not_rounded_to_bfloat16(script):
     """Near 800 bfloat16 has every fourth number only; a step's reward may be less than that."""
