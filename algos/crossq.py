@@ -79,7 +79,7 @@ class Args(ReplayArgs):
     critic_hidden_size: int = 512
     """width of the critics' two hidden layers"""
     bf16: bool = False
-    """matrix products of the losses (not for ∂Q/∂a) in bfloat16, if the processor is fast at it"""
+    """matrix products of the losses (not for ∂Q/∂a) in bfloat16, where fast; may cost return"""
 
 
 LIMITS = {

@@ -92,7 +92,7 @@ class Args(ReplayArgs):
     hidden_size: int = 256
     """width of the two hidden layers of actor and critics"""
     bf16: bool = False
-    """matrix products of the losses (not for ∂Q/∂a) in bfloat16, if the processor is fast at it"""
+    """matrix products of the losses (not for ∂Q/∂a) in bfloat16, where fast; may cost return"""
     hterm: Literal["chain", "energy"] = "chain"
     """form of the H-term: a policy gradient along windows, or self-imitation"""
     hterm_coef: float = 0.125

@@ -90,7 +90,7 @@ class Args(ReplayArgs):
     hidden_size: int = 256
     """width of the two hidden layers of actor and critics"""
     bf16: bool = False
-    """matrix products of the losses (not for ∂Q/∂a) in bfloat16, if the processor is fast at it"""
+    """matrix products of the losses (not for ∂Q/∂a) in bfloat16, where fast; may cost return"""
     hterm_coef: float = 0.125
     """λ at first, weight of the H-term (0: td3.py)"""
     hterm_length: int = 8
