@@ -251,7 +251,7 @@ def actor_loss(agent: Agent, batch: dict, args: Args) -> tuple[Tensor, Tensor]:
     agent.actor.train()
     action, log_prob = agent.sample(batch["obs"])
     agent.actor.eval()
-    with torch.autocast(action.device.type, enabled=False):  # ∂Q/∂a needs the digits
+    with torch.autocast(action.device.type, enabled=False):  # ∂Q/∂a is not in bfloat16
         value = agent.critics(batch["obs"], action).amin(0)
     temperature = agent.actor.log_temperature.detach().exp()
     return (temperature * log_prob - value).mean(), log_prob.detach()

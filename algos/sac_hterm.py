@@ -245,7 +245,7 @@ def critic_loss(agent: Agent, target: Critics, batch: dict, args: Args) -> tuple
 def actor_loss(agent: Agent, batch: dict, args: Args) -> tuple[Tensor, Tensor]:
     """E[ α log π(ã|s) − min_i Q_i(s, ã) ], and log π(ã|s) (B,)."""
     action, log_prob = agent.sample(batch["obs"])
-    with torch.autocast(action.device.type, enabled=False):  # ∂Q/∂a needs the digits
+    with torch.autocast(action.device.type, enabled=False):  # ∂Q/∂a is not in bfloat16
         value = agent.critics(batch["obs"], action).amin(0)
     temperature = agent.actor.log_temperature.detach().exp()
     return (temperature * log_prob - value).mean(), log_prob.detach()

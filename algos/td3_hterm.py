@@ -223,7 +223,7 @@ def critic_loss(agent: Agent, target: Agent, batch: dict, args: Args) -> tuple[T
 def actor_loss(agent: Agent, batch: dict, args: Args) -> Tensor:
     """− E[ Q_1(s, μ(s)) ]"""
     action = agent.act(batch["obs"])
-    with torch.autocast(action.device.type, enabled=False):  # ∂Q/∂a needs the digits
+    with torch.autocast(action.device.type, enabled=False):  # ∂Q/∂a is not in bfloat16
         return -agent.critics(batch["obs"], action, members=slice(1)).mean()
 
 

@@ -339,7 +339,7 @@ def test_bfloat16_is_close_and_its_results_are_float32(script):
     [*SCRIPTS, mod_sac, redq, crossq, ddpg_hterm, td3_hterm, sac_hterm],
 )
 def test_the_slope_of_q_is_not_in_bfloat16(script):
-    """Of a rounded Q the policy learns less (benchmark/README.md); all else may be rounded."""
+    """Of a rounded Q the policy seems to learn less (benchmark/README.md); the rest is rounded."""
     args = script.Args(hidden_size=HIDDEN, num_envs=2)
     agent = script.Agent(OBS, BOX, args)
     batch = {k: x.float() if x.dtype == torch.float64 else x for k, x in random_batch().items()}
