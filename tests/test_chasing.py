@@ -152,6 +152,23 @@ def test_seeds_reproduce():
     assert all(torch.equal(a, b) for a, b in zip(runs[0], runs[3], strict=True))
 
 
+@pytest.mark.parametrize("name", ["Chasing", "CartPole", "Spread", "Hopper"])
+@pytest.mark.parametrize("seed", [0, 3])
+def test_envs_do_not_draw_the_scripts_numbers(name, seed):
+    """A script's torch.manual_seed(seed) and its envs of the same seed: two sequences."""
+    torch.manual_seed(seed)
+    state, numbers = torch.get_rng_state(), torch.rand(8)
+    env, same = (make(name, 8, seed=seed) for _ in range(2))
+    first = env.uniform(0.0, 1.0)
+    assert not torch.equal(first, numbers)
+    assert torch.equal(same.uniform(0.0, 1.0), first)
+    env.reset(seed=seed)
+    assert torch.equal(env.obs, make(name, 8).reset(seed=seed)[0])
+    env.generator.manual_seed(seed)  # as it was once: this test would notice
+    assert torch.equal(env.generator.get_state(), state)
+    assert torch.equal(env.uniform(0.0, 1.0), numbers)
+
+
 def test_state_dict_continues_bit_for_bit(tmp_path):
     env = make("Chasing", 8, seed=0)
     env.reset()

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from vec_envs import make
+from vec_envs.core import env_seeds
 from vec_envs.gym import NO_TIME_LIMIT, GymEnv
 
 PACKAGE = '''
@@ -134,7 +135,7 @@ def test_equals_gymnasium_step_by_step(name, options, steps, terminates, truncat
     obs, info = env.reset(seed=seed)
     assert info == {}
     for index, gym_env in enumerate(gym_envs):
-        first, _ = gym_env.reset(seed=seed + index)
+        first, _ = gym_env.reset(seed=env_seeds(seed, num_envs)[index])
         np.testing.assert_array_equal(obs[index].numpy(), as_float32(first))
     assert not torch.equal(obs[0], obs[1]) or name in ("FrozenLake-v1", "BipedalWalker-v3")
     returns, lengths = np.zeros(num_envs), np.zeros(num_envs)
@@ -178,6 +179,22 @@ def test_seeds():
     assert not torch.equal(first, again)  # without a seed the generators run on
     torch.testing.assert_close(env.reset(seed=4)[0], first, rtol=0, atol=0)
     assert len({tuple(row) for row in first.tolist()}) == 3
+
+
+def test_no_two_seeds_share_an_episode():
+    """Seed 0, env 1 is not seed 1, env 0."""
+    firsts = [make("CartPole-v1", 8, seed=seed).reset()[0] for seed in range(10)]
+    assert len({tuple(row) for row in torch.cat(firsts).tolist()}) == 80
+
+
+def test_seeds_of_environments():
+    for seed in (0, 7, 2**31 - 1, 2**40):
+        seeds = env_seeds(seed, 1000)
+        assert len(set(seeds)) == 1000 and 0 <= min(seeds) and max(seeds) < 2**31
+        assert all(type(env_seed) is int for env_seed in seeds)
+        assert env_seeds(seed, 10) == seeds[:10] and seed not in seeds
+    with pytest.raises(ValueError):
+        env_seeds(-1, 1)
 
 
 def test_its_state_cannot_be_saved():
@@ -259,7 +276,7 @@ def test_options_behind_the_name():
         "Ant-v5,frame_skip=0": "Ant-v5: ZeroDivisionError",
         "Ant-v5,xml_file=nope.xml": "Ant-v5: OSError: .*nope.xml",
         "Pendulum,g=much": "could not convert string to float: 'much'",
-        "CartPole-v1,seed=3": "seed cannot stand behind the name 'CartPole-v1'",
+        "CartPole-v1,seed=3": "seed cannot follow the name 'CartPole-v1'",
         "FrozenLake-v1,map_name=none": "FrozenLake-v1: KeyError: 'none'",
     }.items():
         with pytest.raises(ValueError, match=message):

@@ -1,5 +1,9 @@
 """The MuJoCo environments against Gymnasium's own, step by step, and how they break."""
 
+import threading
+import time
+from types import SimpleNamespace
+
 import gymnasium
 import mujoco
 import numpy as np
@@ -102,6 +106,42 @@ def test_threads_do_not_change_a_number():
             obs, *_ = env.step(torch.rand(7, 3, generator=generator) * 2 - 1)
         runs.append(obs)
     assert torch.equal(*runs)
+
+
+@pytest.mark.parametrize("where", ["caller", "helper", "both", "wait"])
+def test_an_error_in_a_thread_leaves_nothing_behind(where, monkeypatch):
+    """It is raised in the calling thread, and the next step takes no answer of this one."""
+    env, calm = (make("Hopper", 4, seed=0, env_threads=threads) for threads in (4, 1))
+    env.reset()
+    start = env.state_dict()
+    calm.load_state_dict(start)
+    sim, step_one, caller = env.sim, env.sim._step_one, threading.get_ident()
+    all_at_work = threading.Barrier(4)  # each thread has one of the four envs
+
+    def fail(*args):
+        all_at_work.wait(10)
+        here = "caller" if threading.get_ident() == caller else "helper"
+        if where in (here, "both"):
+            raise ZeroDivisionError(here)
+        time.sleep(0.1 * (here == "helper"))  # still at work when the other has failed
+        step_one(*args)
+
+    def interrupt():  # Ctrl-C while the calling thread waits for the helpers
+        raise ZeroDivisionError("wait")
+
+    action = torch.full((4, 3), 0.5)
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError) as raised:
+        patch.setattr(sim, "_step_one", fail)
+        if where == "wait":
+            patch.setattr(sim, "answers", SimpleNamespace(get=interrupt))
+        env.step(action)
+    assert str(raised.value) == {"both": "caller"}.get(where, where)
+    assert sim.answers.empty() or where == "wait"
+    env.load_state_dict(start)
+    assert sim.answers.empty() and sim.calls.empty()
+    for _ in range(50):
+        got, expected = env.step(action), calm.step(action)
+        assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
 
 
 @pytest.mark.parametrize("name", ["Ant", "Humanoid", "InvertedDoublePendulum", "HalfCheetah"])

@@ -134,8 +134,9 @@ def test_openai_physics_against_the_rules_for_one_world():
                         force[i] += 100 * (p[i] - p[j]) / d * depth
             v[:] = 0.75 * v + 0.1 * force
             p[:] = p + 0.1 * v
-            assert np.abs(env.position[index].numpy() - p).max() < 1e-12
-            assert np.abs(env.velocity[index].numpy() - v).max() < 1e-12
+            # the contact's steep force multiplies differences of rounding
+            assert np.abs(env.position[index].numpy() - p).max() < 1e-11
+            assert np.abs(env.velocity[index].numpy() - v).max() < 1e-11
     assert touched
 
 

@@ -9,8 +9,8 @@ import torch
 from gymnasium.spaces import Box, Discrete, Tuple
 from mpe2 import simple_tag_v3
 
-from algos import mappo
 from vec_envs import make
+from vec_envs.core import env_seeds
 from vec_envs.gym import GymEnv
 
 # Two agents. "mortal" leaves after two steps, "other" after four: by its end, or by a time limit.
@@ -86,7 +86,8 @@ def test_equals_pettingzoo_step_by_step(continuous):
     options = {"max_cycles": 10, "continuous_actions": continuous}
     env = make("pettingzoo:mpe2.simple_tag_v3", 3, seed=5, **options)
     originals = [simple_tag_v3.parallel_env(**options) for _ in range(3)]
-    expected = [theirs.reset(seed=5 + i)[0] for i, theirs in enumerate(originals)]
+    seeds = zip(originals, env_seeds(5, 3), strict=True)
+    expected = [theirs.reset(seed=seed)[0] for theirs, seed in seeds]
     obs, _ = env.reset()
     assert obs.shape == (3, 4, 16) and env.obs_mask.sum(1).tolist() == [16, 16, 16, 14]
     rng, ended = np.random.default_rng(0), 0
@@ -110,6 +111,15 @@ def test_equals_pettingzoo_step_by_step(continuous):
             expected[i] = theirs.reset()[0] if over else seen
             ended += over
     assert ended == 9
+
+
+def test_no_two_seeds_share_an_episode():
+    """Seed 0, env 1 is not seed 1, env 0."""
+    name = "pettingzoo:mpe2.simple_tag_v3"
+    firsts = [make(name, 3, seed=seed).reset()[0] for seed in range(3)]
+    again = make(name, 3, seed=9).reset(seed=1)[0]
+    assert torch.equal(again, firsts[1])
+    assert len({tuple(row) for row in torch.cat(firsts).flatten(1).tolist()}) == 9
 
 
 @pytest.mark.parametrize("in_info", [False, True])
@@ -143,6 +153,8 @@ def test_masks_deaths_and_sizes(mortal, in_info, limit):
 
 def test_mappo_takes_only_available_actions(mortal, tmp_path):
     """The environment would refuse others; the dead are in the rollout, and in no loss."""
+    from algos import mappo
+
     result = mappo.train(
         mappo.Args(
             env=mortal,

@@ -13,7 +13,7 @@ from vec_envs.core import VecEnv
 
 __all__ = ["NAMES", "VecEnv", "base_name", "make", "simulates_on_gpu"]
 
-# name -> the module of this folder that holds it (imported when it is asked for)
+# name -> the module of this folder that defines it (imported when `make` needs it)
 NAMES = {
     **dict.fromkeys(("Ant", "Humanoid", "HalfCheetah", "Hopper", "Walker2d", "Swimmer"), "mujoco"),
     **dict.fromkeys(("InvertedPendulum", "InvertedDoublePendulum", "Reacher", "Pusher"), "mujoco"),
@@ -38,16 +38,16 @@ def make(
 
     `name` is one of `NAMES`, any Gymnasium id ("LunarLander-v3"), "package:Id-v0" for an id
     that a package registers when it is imported, or "pettingzoo:package.module" for a parallel
-    environment of PettingZoo. `env_threads` is how many threads step MuJoCo on a
-    CPU (0: one a core). `options` are the environment's own keyword arguments; they may also stand
-    behind the name: "Spread,physics=openai".
+    environment of PettingZoo. The same `seed` (at least 0) gives the same episodes. `env_threads`
+    is the number of threads that step MuJoCo on a CPU (0: one per core). `options` are the
+    environment's own keyword arguments; they may also follow the name: "Spread,physics=openai".
     ValueError: unknown name or option.
     """
     name, *words = re.split(r",(?![^(]*\))", name)  # but not at commas in parentheses
     options |= dict(map(_option, words))
     for own in ("num_envs", "device", "seed", "env_threads"):
         if own in options:
-            raise ValueError(f"{own} cannot stand behind the name {name!r}; it has its own flag")
+            raise ValueError(f"{own} cannot follow the name {name!r}; it has its own flag")
     if name in NAMES:
         kind = getattr(import_module(f"vec_envs.{NAMES[name]}"), name)
         threads = {"env_threads": env_threads} if NAMES[name] == "mujoco" else {}
@@ -76,7 +76,7 @@ def make(
 
 
 def simulates_on_gpu(name: str) -> bool:
-    """Whether `make` can have the steps of this environment computed by a GPU, as installed."""
+    """Whether a GPU can compute the steps of this environment, with the packages installed."""
     module = NAMES.get(base_name(name))
     return module is not None and (
         module != "mujoco" or importlib.util.find_spec("mujoco_warp") is not None
@@ -84,12 +84,12 @@ def simulates_on_gpu(name: str) -> bool:
 
 
 def base_name(name: str) -> str:
-    """`name` without the options that stand behind it."""
+    """`name` without the options that follow it."""
     return name.partition(",")[0]
 
 
 def _option(word: str) -> tuple[str, Any]:
-    """ "physics=openai" -> ("physics", "openai"); numbers, True and False as what they are."""
+    """ "physics=openai" -> ("physics", "openai"); numbers, tuples and booleans as such."""
     key, equals, value = word.partition("=")
     if not key.isidentifier() or not equals:
         raise ValueError(f"{word!r} is not an option of an environment, such as g=9.8")

@@ -1,31 +1,31 @@
 """How to write an environment: an agent chases a randomly moving robot. Copy this file.
 
-An environment here is not one world but `num_envs` of them that step together: every variable is
-a tensor whose first axis counts the worlds, called N. You write down one world's rules once, with
-that axis in front. `VecEnv` (core.py) does the rest: it checks actions, counts steps, truncates,
-restarts, sums returns, saves and restores. Five steps:
+A `VecEnv` is `num_envs` environments that step together: every variable is a tensor whose first
+axis, of size N, counts the environments. You write the rules of one environment, with that axis in
+front. `VecEnv` (core.py) does the rest: it checks actions, counts steps, truncates, restarts, sums
+returns, saves and restores. Five steps:
 
-1. **Spaces**: what one world observes and what it lets the agent do; given to `super().__init__`
-   with the episode's longest duration.
-2. **State**: one tensor for each thing that changes, its name in `state_names`. Whatever the
+1. **Spaces**: observation and action of one environment, given to `super().__init__` with the
+   largest number of steps of an episode.
+2. **State**: one tensor for each quantity that changes, its name in `state_names`. Everything the
    future depends on must be there, or a resumed run is a different run.
-3. **`_restart(mask)`**: new first states where the mask (N,) is true, the others as they were.
-4. **`_simulate(action)`**: the rules; moves the state on, returns reward and terminated.
-5. **`_observe()`**: what the agent sees of the state.
+3. **`_restart(mask)`**: new first states where the mask (N,) is true, the others unchanged.
+4. **`_simulate(action)`**: the rules; changes the state, returns reward and terminated.
+5. **`_observe()`**: the observation of the present state.
 
 Then make it: `MyEnv(1024)`; or add it to `NAMES` in `__init__.py`, and every script finds it by its
-name. `tests/test_chasing.py` is the sixth step: the same rules once more for a single world in
-plain numpy, and both must agree.
+name. `tests/test_chasing.py` is the sixth step: the same rules written again for a single
+environment in NumPy, and both must agree.
 
-Nowhere is there a Python loop over worlds, nor an `if` that looks into a tensor. A loop costs N
-times the interpreter, and on a GPU each of its little operations launches a kernel and each look
-waits for the device. "Where it ended, do this" is therefore `torch.where(ended, this, that)`: both
-are computed for all, one is kept, and a step can be captured as a CUDA graph.
+There is no Python loop over environments, and no `if` that reads a tensor. A loop multiplies the
+interpreter's time by N, and on a GPU each of its operations launches a kernel and each read waits
+for the device. "Where it ended, do this" is therefore `torch.where(ended, this, that)`: both are
+computed for all, one is kept, and a step can be captured as a CUDA graph.
 
 Source: ElegantRL's tutorial "How to create a VecEnv on GPUs"
 (elegantrl.readthedocs.io/en/latest/tutorial/Creating_VecEnv.html). It has the physics in tensors
-and looks for ended episodes in a loop over envs; that loop alone makes a step of
-1024 worlds last 26 times as long (benchmark/throughput.py, on 2 cores). The rules are that
+and finds the ended episodes in a loop over envs; that loop alone makes a step of
+1024 envs take 26 times as long (benchmark/throughput.py, on 2 cores). The rules are that
 page's; the ChasingEnv.py it links to has others (caught at distance < dim, no reward for it).
 """
 
@@ -41,22 +41,23 @@ class Chasing(VecEnv):
     """An agent chases a robot that drifts away at random, in `dim` dimensions.
 
     Observation (4·dim,): robot position, robot velocity, agent position, agent velocity.
-    Action (dim,): the agent's thrust. Beyond length 1 only its direction counts, but all of it is
-    charged for. The robot's thrust is uniform in [0, 1) along each axis, limited in the same way.
-    Motion of both: velocity ← velocity · factor + thrust, position ← position + velocity · 0.01,
-    with factor 0.50 for the robot and 0.75 for the agent, who can thus become twice as fast.
+    Action (dim,): the agent's thrust. It is shortened to length 1 if it is longer, but its cost is
+    that of the full length. The robot's thrust is uniform in [0, 1) along each axis, limited in the
+    same way. Motion of both: velocity ← velocity · factor + thrust, position ← position +
+    velocity · 0.01, with factor 0.50 for the robot and 0.75 for the agent, whose top speed is
+    therefore twice the robot's.
     Reward: the decrease of the distance − 0.02 · length of the thrust, and +8 on the catch.
     Terminates at distance < 1, the catch; truncated after 1024 steps.
     First state: robot normal(0, 1), agent normal(−8, 1) along each axis, both at rest.
     """
 
-    robot_factor, agent_factor = 0.50, 0.75  # what a step leaves of a velocity
+    robot_factor, agent_factor = 0.50, 0.75  # of the velocity that remains after a step
     dt = 0.01
     thrust_cost = 0.02
     initial_distance = 8.0  # along each axis; also the reward for catching
     catch_distance = 1.0
 
-    compilable = True  # nothing below asks for a number: --compile can take the whole rollout
+    compilable = True  # nothing below reads a tensor's value: --compile can take whole rollouts
     # Step 2a. What state_dict() saves and load_state_dict() restores, besides core.py's own.
     state_names = ("robot_position", "robot_velocity", "agent_position", "agent_velocity")
 
@@ -65,7 +66,7 @@ class Chasing(VecEnv):
     ):
         if dim < 1:
             raise ValueError(f"Chasing: dim is {dim}, it must be at least 1")
-        # Step 1. Spaces, of one world: no N in them.
+        # Step 1. Spaces, of one environment: no N in them.
         super().__init__(
             "Chasing",
             num_envs,
@@ -75,14 +76,14 @@ class Chasing(VecEnv):
             single_action_space=Box(-1.0, 1.0, (dim,)),
             max_episode_steps=1024,
         )
-        # Step 2b. State, of all worlds, on the device. reset() calls _restart to fill it.
+        # Step 2b. State, of all environments, on the device. reset() calls _restart to fill it.
         self.robot_position = torch.zeros(num_envs, dim, device=self.device)
         self.robot_velocity = torch.zeros(num_envs, dim, device=self.device)
         self.agent_position = torch.zeros(num_envs, dim, device=self.device)
         self.agent_velocity = torch.zeros(num_envs, dim, device=self.device)
 
-    # Step 3. Every world draws a first state and those in the mask take it. Drawing for all looks
-    # wasteful, but how many need one is a fact that a GPU would have to be asked for.
+    # Step 3. Every env draws a first state, and those in the mask take it. Drawing for all seems
+    # wasteful, but to know how many need one, Python would have to wait for the GPU.
     def _restart(self, mask: Tensor) -> None:
         mask = mask.unsqueeze(1)  # (N, 1), so that it chooses whole rows
         self.robot_position = torch.where(mask, self._normal(), self.robot_position)
@@ -91,8 +92,8 @@ class Chasing(VecEnv):
         self.agent_position = torch.where(mask, start, self.agent_position)
         self.agent_velocity = torch.where(mask, 0.0, self.agent_velocity)
 
-    # Step 4. The rules. Worlds that end here are not touched: core.py keeps their last observation,
-    # then calls _restart. Nor is the time limit written here, core.py counts.
+    # Step 4. The rules. Envs whose episode ends are not touched: core.py keeps their last
+    # observation, then calls _restart. The time limit is core.py's, too.
     def _simulate(self, action: Tensor) -> tuple[Tensor, Tensor]:
         distance_before = self._distance()
 
@@ -101,7 +102,7 @@ class Chasing(VecEnv):
         self.robot_velocity = self.robot_velocity * self.robot_factor + robot_thrust
         self.robot_position = self.robot_position + self.robot_velocity * self.dt
 
-        action = action.float()  # a float64 one would turn the whole state into float64
+        action = action.float()  # a float64 action would make the whole state float64
         self.agent_velocity = self.agent_velocity * self.agent_factor + limit(action)
         self.agent_position = self.agent_position + self.agent_velocity * self.dt
 
@@ -112,7 +113,7 @@ class Chasing(VecEnv):
         return reward + self.initial_distance * caught, caught
 
     # Step 5. Called after _simulate and again after _restart. torch.cat makes a new tensor, so that
-    # nobody who keeps an observation sees it change.
+    # an observation that somebody keeps does not change.
     def _observe(self) -> Tensor:
         parts = [getattr(self, name) for name in self.state_names]
         return torch.cat(parts, 1)  # (N, 4·dim)

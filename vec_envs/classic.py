@@ -2,17 +2,18 @@
 
 CartPole-v1, Pendulum-v1, Acrobot-v1, MountainCar-v0 and MountainCarContinuous-v0: the same
 equations, constants, distribution of first states, reward, termination, time limit and keyword
-arguments. The random numbers are this project's own, so equal means: from the same state, the same
-actions have the same consequences.
+arguments. First states are drawn from this project's own generator, so equal means: from the same
+state, the same actions lead to the same states, observations and rewards.
 
 The whole simulator state of an env is one row of `state` (N, state_dim): float64 on a CPU, as in
 Gymnasium (float32 where Gymnasium rounds to it), and float32 on a GPU. The equations are written
-for arrays of `xp`, which is NumPy on a CPU, whose calls on a few numbers take a third of torch's
-time, and torch on a GPU and where a rollout is compiled.
+for arrays of `xp`: NumPy on a CPU, where its calls on small arrays take a third of torch's time,
+and torch on a GPU and where a rollout is compiled.
 
 Source: gymnasium/envs/classic_control/*.py, Farama Foundation, MIT licence.
 """
 
+import functools
 import math
 from typing import Any
 
@@ -28,9 +29,9 @@ Array = Any  # of NumPy or torch, whichever `xp` is
 
 
 class ClassicEnv(VecEnv):
-    """What the five have in common: a state of one row per env, and Gymnasium as the painter.
+    """What the five have in common: a state of one row per env, and rendering by Gymnasium.
 
-    Each writes `_initial_state` and `_advance`, and `_observe` where it is not the state.
+    A subclass writes `_initial_state` and `_advance`, and `_observe` if it is not the state.
     """
 
     state_names = ("state",)
@@ -82,25 +83,27 @@ class ClassicEnv(VecEnv):
         return torch.from_numpy(reward), torch.from_numpy(terminated)
 
     def _restart(self, mask: Tensor) -> None:
-        # Drawn for all, used by a few: the number of draws must not depend on who is done.
+        # Drawn for all envs, so that the number of draws does not depend on how many are done.
         self.state = torch.where(mask.unsqueeze(1), self._initial_state(), self.state)
 
     def _observe(self) -> Tensor:
-        # A copy even where the state is float32 already: whoever normalises an observation in
-        # place must not move the cart.
+        # A copy even where the state is float32 already: a caller that changes an observation in
+        # place must not change the state.
         return self.state.to(torch.float32, copy=True)
 
     def render(self, index: int = 0) -> np.ndarray:
-        """An RGB picture (height, width, 3) uint8 of env `index`, painted by Gymnasium's own env.
+        """An RGB picture (height, width, 3) uint8 of env number `index`, by Gymnasium's own env.
 
         Raises gymnasium.error.DependencyNotInstalled where pygame is missing.
         """
-        if not hasattr(self, "_painter"):
-            painter = gymnasium.make(self.gymnasium_id, render_mode="rgb_array")
-            painter.reset()  # Pendulum's painter misses an attribute before
-            self._painter = painter.unwrapped
-        self._painter.state = self.state[index].double().cpu().numpy()
-        return self._painter.render()
+        self._gymnasium_env.state = self.state[index].double().cpu().numpy()
+        return self._gymnasium_env.render()
+
+    @functools.cached_property
+    def _gymnasium_env(self) -> gymnasium.Env:
+        env = gymnasium.make(self.gymnasium_id, render_mode="rgb_array")
+        env.reset()  # Pendulum's render() reads an attribute that reset() sets
+        return env.unwrapped
 
 
 class CartPole(ClassicEnv):
@@ -108,7 +111,7 @@ class CartPole(ClassicEnv):
 
     Observation (4,): cart position x [m], velocity ẋ [m/s], pole angle θ from upright [rad], θ̇.
     Action: 0 pushes to the left, 1 to the right, with 10 N.
-    Reward: 1 a step; with `sutton_barto_reward` 0 a step and −1 when the pole falls.
+    Reward: 1 per step; with `sutton_barto_reward` 0 per step and −1 when the pole falls.
     Terminates at |x| > 2.4 m or |θ| > 12°; truncated after 500 steps.
     First state: uniform in ±0.05, all four.
     Source: Barto, Sutton, Anderson 1983; https://coneural.org/florian/papers/05_cart_pole.pdf.
@@ -152,7 +155,7 @@ class CartPole(ClassicEnv):
         moment = self.pole_mass * self.half_length  # the pole's mass times its lever, kg m
 
         # θ̈ = (g sin θ − a cos θ) / (l (4/3 − m cos²θ / M)) and ẍ = a − m l θ̈ cos θ / M,
-        # with a = (F + m l θ̇² sin θ) / M: the cart's acceleration but for the pole's reaction θ̈.
+        # with a = (F + m l θ̇² sin θ) / M, the cart's acceleration without the term of θ̈.
         force = xp.where(action == 1, self.push, -self.push)
         bare_acc = (force + moment * theta_dot**2 * sin) / total_mass
         theta_acc = (self.gravity * sin - cos * bare_acc) / (
@@ -170,10 +173,10 @@ class CartPole(ClassicEnv):
 
 
 class Pendulum(ClassicEnv):
-    """Swing a pendulum up and hold it there, with a motor too weak to lift it (Pendulum-v1).
+    """Swing a pendulum up and hold it there, with a motor weaker than its weight (Pendulum-v1).
 
     Observation (3,): cos θ, sin θ, θ̇ [rad/s]; θ = 0 is upright, θ̇ stays in ±8.
-    Action (1,): torque u in ±2 N m, clipped before it is charged for.
+    Action (1,): torque u in ±2 N m, clipped before the cost is computed.
     Reward: −(θ² + 0.1 θ̇² + 0.001 u²) with θ in [−π, π), of the state before the step.
     Never terminates; truncated after 200 steps.
     First state: θ uniform in ±π, θ̇ uniform in ±1. `g` is the gravity [m/s²].
@@ -229,7 +232,7 @@ class Acrobot(ClassicEnv):
     Observation (6,): cos θ₁, sin θ₁, cos θ₂, sin θ₂, θ̇₁, θ̇₂ [rad/s]; θ₁ = 0 hangs down, θ₂ is
     relative to the first link; the velocities stay in ±4π and ±9π.
     Action: 0, 1, 2 are the torques −1, 0, 1 N m on the joint between the links.
-    Reward: −1 a step, 0 on reaching the goal.
+    Reward: −1 per step, 0 on reaching the goal.
     Terminates where −cos θ₁ − cos(θ₁ + θ₂) > 1; truncated after 500 steps.
     First state: uniform in ±0.1, all four.
     Source: Sutton 1996 with the equations of Sutton and Barto's book; RLPy's implementation.
@@ -291,7 +294,7 @@ class Acrobot(ClassicEnv):
         return xp.stack((speed_1, speed_2, acceleration_1, acceleration_2))
 
     def _advance(self, state: Array, action: Array) -> tuple[tuple[Array, ...], Array, Array]:
-        xp, torque = self.xp, action - 1.0  # a float: an unsigned 0 has no predecessor
+        xp, torque = self.xp, action - 1.0  # in floats: 0 − 1 would overflow in an unsigned type
         # One step of the classical Runge-Kutta method of fourth order.
         k_1 = self._derivative(state, torque)
         k_2 = self._derivative(state + self.dt / 2 * k_1, torque)
@@ -317,11 +320,11 @@ def wrap(angle: Array) -> Array:
 
 
 class MountainCar(ClassicEnv):
-    """Rock a weak car in a valley until it gets up the right hill (MountainCar-v0).
+    """Swing a weak car in a valley until it reaches the top of the right hill (MountainCar-v0).
 
-    Observation (2,): position in [−1.2, 0.6], velocity in ±0.07 a step.
+    Observation (2,): position in [−1.2, 0.6], velocity in ±0.07 per step.
     Action: 0 accelerates to the left, 1 not at all, 2 to the right.
-    Reward: −1 a step.
+    Reward: −1 per step.
     Terminates at position ≥ 0.5 with velocity ≥ `goal_velocity`; truncated after 200 steps.
     First state: position uniform in [−0.6, −0.4], at rest.
     Source: Moore 1990, Sutton's code.
@@ -362,7 +365,7 @@ class MountainCar(ClassicEnv):
         """One step with `throttle` (N,) in [−1, 1] -> columns of the state, terminated (N,)."""
         xp, (position, velocity) = self.xp, state
         # v ← v + power · throttle − gravity · cos 3x, then x ← x + v; the hill's height is sin 3x.
-        # The cosine in double precision, as Gymnasium takes it even where all else is float32.
+        # The cosine in double precision, as in Gymnasium, even where all else is float32.
         slope = self.gravity * xp.cos(xp.asarray(3 * position, dtype=xp.float64))
         slope = xp.asarray(slope, dtype=position.dtype)
         velocity = velocity + (throttle * self.power - slope)
@@ -382,8 +385,8 @@ class MountainCarContinuous(MountainCar):
     """The same valley with a continuous throttle that costs energy (MountainCarContinuous-v0).
 
     Observation (2,): as MountainCar. First state: as MountainCar.
-    Action (1,): throttle in ±1; the engine clips it, the bill does not.
-    Reward: −0.1 · throttle² a step, as the action was given, and +100 on reaching the goal.
+    Action (1,): throttle in ±1, clipped for the motion.
+    Reward: −0.1 · throttle² per step, of the action before clipping, +100 on reaching the goal.
     Terminates at position ≥ 0.45 with velocity ≥ `goal_velocity`; truncated after 999 steps.
     """
 

@@ -1,4 +1,4 @@
-"""The contract of every environment in `vec_envs`, and the half of it that is the same for all.
+"""The contract of every environment in `vec_envs`, and the part of it that all have in common.
 
 A `VecEnv` is a `gymnasium.vector.VectorEnv` whose arrays are torch tensors, batch first:
 
@@ -16,18 +16,20 @@ A `VecEnv` is a `gymnasium.vector.VectorEnv` whose arrays are torch tensors, bat
   as in Gymnasium's own environments, a control cost is charged for the action as it was given.
   Wrong shapes and NaN are an error.
 - `state_dict()` holds everything the future depends on: simulator, episodes, random generator.
+- One seed, one sequence of episodes. The environments' generators are seeded by `env_seeds(seed)`,
+  so that they do not draw the numbers that torch draws after `torch.manual_seed(seed)`.
 
 To write an environment, subclass `VecEnv` and give it three methods, each for all envs at once
-(`chasing.py` is the tutorial). They use masks and `torch.where` instead of indexing by what the
-data say, so that on a GPU a step has no host synchronisation and fits in a CUDA graph (say so by
-`compilable = True`: --compile may then make one function of a short rollout):
+(`chasing.py` is the tutorial). They use masks and `torch.where` instead of data-dependent indexing,
+so that on a GPU a step has no host synchronisation and can be captured as a CUDA graph (if so, set
+`compilable = True`: --compile may then compile a short rollout as a whole):
 
     _restart(mask)      draw a new initial state where mask (N,) is true
     _simulate(action)   advance every env one step -> reward (N,), terminated (N,)
     _observe()          the present observation -> (N, obs_dim)
 
-**Several agents in one world** (`MultiAgentVecEnv`; `particles.py`). The agents' axis is second:
-obs (N, A, obs_dim), action (N, A) or (N, A, act_dim), reward (N, A). An episode is everybody's:
+**Several agents in one env** (`MultiAgentVecEnv`; `particles.py`). The agents' axis is second:
+obs (N, A, obs_dim), action (N, A) or (N, A, act_dim), reward (N, A). The agents share one episode:
 terminated, truncated and the statistics stay (N,); `episode_return` sums over the agents.
 
 - `num_agents` is A (None for a single agent); `single_observation_space` and
@@ -35,13 +37,13 @@ terminated, truncated and the statistics stay (N,); `episode_return` sums over t
   padded: `obs_mask` (A, obs_dim) marks the entries that are an agent's own, the others are zero;
   `action_mask` (A, n) or (A, act_dim) marks its own actions, or entries of its action. A padded
   entry has no effect; a padded Discrete action is an error.
-- `state` (N, state_dim) is what a centralised critic may see while training: all observations side
-  by side without the padding, or what the environment itself calls its state;
+- `state` (N, state_dim) is what a centralised critic may see in training: the environment's own
+  state where it defines one, else all observations concatenated without the padding;
   `info["final_state"]` is to it what `final_obs` is to `obs`.
-- `alive` (N, A): false once an agent has left an episode that others go on with. Its observation
+- `alive` (N, A): false once an agent has left an episode that others continue. Its observation
   is zero then, its reward 0, its action ignored.
 - `available_in_obs`: if true, the last n entries of each observation say which of the n actions are
-  allowed now (1) or not (0), so that whatever carries an observation carries its mask.
+  allowed now (1) or not (0), so that an observation is never stored without its mask.
 """
 
 import os
@@ -62,6 +64,18 @@ def available_cores() -> int:
     return os.cpu_count() or 1
 
 
+def env_seeds(seed: int, count: int) -> list[int]:
+    """`count` seeds of random generators of environments, hashed from one `seed` (at least 0).
+
+    With `seed + i` for env i, env 1 of seed 0 would play the episodes of env 0 of seed 1. With
+    `seed` itself, an env's generator would draw the numbers of torch's global one, which a script
+    seeds by `torch.manual_seed(seed)`: first states and exploration noise would be the same.
+    All are below 2³¹, which every simulator accepts; the i-th does not depend on `count`.
+    """
+    sequence = np.random.SeedSequence([int(seed), 1])  # 1: another sequence than seed's alone
+    return (sequence.generate_state(count) >> 1).tolist()
+
+
 class VecEnv(VectorEnv):
     """`num_envs` copies of one environment that step together on one device.
 
@@ -71,10 +85,10 @@ class VecEnv(VectorEnv):
 
     metadata = {"autoreset_mode": AutoresetMode.SAME_STEP, "render_modes": ["rgb_array"]}
     state_names: tuple[str, ...] = ()
-    exact_resume = True  # `state_dict` holds everything (Gymnasium's own envs have none)
+    exact_resume = True  # false where there is no `state_dict` (Gymnasium's own envs)
     compilable = False  # a step is operations on tensors alone, which torch.compile understands
-    num_agents: int | None = None  # one agent, and no axis for it
-    known_returns: dict[str, float] = {}  # of simple policies, to tell what a return is worth
+    num_agents: int | None = None  # None: a single agent, and no axis for it
+    known_returns: dict[str, float] = {}  # of simple policies, for comparison
 
     def __init__(
         self,
@@ -96,11 +110,12 @@ class VecEnv(VectorEnv):
         self.single_action_space = single_action_space
         self.observation_space = batch_space(single_observation_space, num_envs)
         self.action_space = batch_space(single_action_space, num_envs)
-        # May a step look into its data? Free on a CPU, a stall on a GPU; not when it is compiled.
+        # Whether a step may read its tensors' values in Python: it costs nothing on a CPU, a
+        # synchronisation on a GPU, and cannot be compiled.
         self.looks = self.device.type == "cpu"
         self._generator = torch.Generator(self.device)
-        self._generator.manual_seed(seed)
-        self.obs: Tensor | None = None  # (N, obs_dim): what the next action answers to
+        self._generator.manual_seed(env_seeds(seed, 1)[0])
+        self.obs: Tensor | None = None  # (N, obs_dim): the present observation
         self._returns = torch.zeros(num_envs, device=self.device)
         self._lengths = torch.zeros(num_envs, dtype=torch.int64, device=self.device)
 
@@ -120,7 +135,7 @@ class VecEnv(VectorEnv):
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[Tensor, dict]:
         """Start a new episode in every env; `seed` also restarts the random generator."""
         if seed is not None:
-            self.generator.manual_seed(seed)
+            self.generator.manual_seed(env_seeds(seed, 1)[0])
         self._restart(torch.ones(self.num_envs, dtype=torch.bool, device=self.device))
         self._returns.zero_()
         self._lengths.zero_()
@@ -142,7 +157,7 @@ class VecEnv(VectorEnv):
         lengths = self._lengths + 1
         truncated = lengths >= self.max_episode_steps
         done = terminated | truncated
-        if not self.looks or bool(done.any()):  # who may not look restarts always, where done
+        if not self.looks or bool(done.any()):  # unknown without a look: then compute it always
             self._restart(done)
             ended = done.view(-1, *[1] * (final_obs.dim() - 1))
             self.obs = torch.where(ended, self._observe(), final_obs)
@@ -183,7 +198,7 @@ class VecEnv(VectorEnv):
 
     @property
     def generator(self) -> torch.Generator | None:
-        """The env's own random generator; torch's, which None stands for, in what is compiled."""
+        """The env's own random generator; None, which means torch's, while a step is compiled."""
         return None if torch.compiler.is_compiling() else self._generator
 
     def state_dict(self) -> dict[str, Any]:
@@ -222,12 +237,12 @@ class VecEnv(VectorEnv):
 
 
 class MultiAgentVecEnv(VecEnv):
-    """`num_envs` copies of one world with several agents; see the contract above.
+    """`num_envs` copies of one environment with several agents; see the contract above.
 
-    `observation_spaces` are flat Boxes, `action_spaces` all Discrete or all flat Boxes, one an
-    agent. The three methods of a subclass are those of `VecEnv`, with the agents' axis in what they
-    take and give: _simulate(action) -> reward (N, A), terminated (N,); _observe() -> padded, and
-    with `available_in_obs`, for Discrete actions, the mask of available actions as its last n.
+    `observation_spaces` are flat Boxes, `action_spaces` all Discrete or all flat Boxes, one per
+    agent. A subclass writes the three methods of `VecEnv`, with the agents' axis:
+    _simulate(action) -> reward (N, A), terminated (N,); _observe() -> padded (N, A, obs_dim), whose
+    last n entries with `available_in_obs` (Discrete actions) are the mask of available actions.
     """
 
     def __init__(
@@ -259,7 +274,7 @@ class MultiAgentVecEnv(VecEnv):
 
     @property
     def state(self) -> Tensor:
-        """What a centralised critic sees of the present -> (N, state_dim)."""
+        """What a centralised critic sees now (N, state_dim)."""
         return self._state_of(self.obs)
 
     @property
@@ -290,7 +305,7 @@ class MultiAgentVecEnv(VecEnv):
 
 
 class Elsewhere:
-    """`envs` as a learner on another device sees them: what they give lies on `device`."""
+    """`envs` for a learner on another device: the tensors they return are moved to `device`."""
 
     compilable = False
 
@@ -306,13 +321,13 @@ class Elsewhere:
         return obs.to(self.device), info
 
     def step(self, action: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, dict[str, Any]]:
-        *result, info = self.envs.step(action)  # who takes the action to their device
+        *result, info = self.envs.step(action)  # which moves the action to the envs' device
         info = {name: value.to(self.device) for name, value in info.items()}
         return *(x.to(self.device) for x in result), info
 
 
 def _padded(spaces: list) -> tuple[gymnasium.spaces.Space, Tensor]:
-    """A space large enough for each of `spaces`, and which entries are whose (A, size)."""
+    """A space large enough for each of `spaces`, and which of its entries each has (A, size)."""
     if isinstance(spaces[0], gymnasium.spaces.Discrete):
         sizes = torch.tensor([int(space.n) for space in spaces])
         padded = gymnasium.spaces.Discrete(int(sizes.max()))

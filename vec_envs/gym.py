@@ -7,7 +7,7 @@
     env = make("lbforaging:Foraging-8x8-2p-2f-coop-v3", 4)        # the same as a Gymnasium id
 
 Episodes, time limits and random generators are Gymnasium's own: env i after `reset(seed)` plays
-what `gymnasium.make(id)` plays after `reset(seed=seed + i)`.
+what `gymnasium.make(id)` plays after `reset(seed=env_seeds(seed, num_envs)[i])`.
 """
 
 import importlib
@@ -26,9 +26,9 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from gymnasium.wrappers import TransformObservation
 from torch import Tensor
 
-from vec_envs.core import MultiAgentVecEnv, VecEnv
+from vec_envs.core import MultiAgentVecEnv, VecEnv, env_seeds
 
-PETTINGZOO = "pettingzoo:"  # what begins the name of a module with a `parallel_env`
+PETTINGZOO = "pettingzoo:"  # the prefix of a module with a `parallel_env`
 NO_TIME_LIMIT = 10**9  # `max_episode_steps` of an env that is never truncated
 
 
@@ -39,10 +39,10 @@ class GymEnv(VecEnv):
     Actions: a flat Box of floats in the env's own bounds, clipped to them (N, act_dim); a
     Discrete(n) always 0 ... n - 1 (N,), also where the env counts from another start.
 
-    With `processes` each env runs in a process of its own. The processes are not forked, which
-    neither the threads of torch nor CUDA would survive, so a script that asks for them needs
+    With `processes` each env runs in a process of its own. They are not forked, because neither
+    torch's threads nor CUDA work in a forked process, so a script that uses them needs
     `if __name__ == "__main__":`. `options` go to `gymnasium.make`: the env's keyword arguments and
-    `max_episode_steps`; `render_mode="rgb_array"` for an env whose `render` is used.
+    `max_episode_steps`; `render_mode="rgb_array"` if `render` is used.
 
     ValueError: unknown id or option, missing package, space that is not supported.
     """
@@ -68,16 +68,16 @@ class GymEnv(VecEnv):
                 low, high = observation.low.astype(np.float32), observation.high.astype(np.float32)
             obs_space = Box(low, high)
         super().__init__(name, num_envs, device, seed, obs_space, action, max_episode_steps)
-        self._next_seed: int | None = int(seed)  # of a reset() that names none
+        self._first_seed: int | None = seed  # of the first reset(), if that has none
         self._processes: list[multiprocessing.Process] = []
-        # a worker or an evaluator may have no children: there envs are stepped one after another
+        # A daemonic process (a worker, the evaluator) may not start any: there one after another.
         processes = processes and not multiprocessing.current_process().daemon
         kwargs: dict[str, Any] = {"copy": False, "autoreset_mode": AutoresetMode.SAME_STEP}
         if processes:
             methods = multiprocessing.get_all_start_methods()
             kwargs["context"] = "forkserver" if "forkserver" in methods else "spawn"
         kind = AsyncVectorEnv if processes else SyncVectorEnv
-        make = _deaf_to_ctrl_c(make_one) if processes else make_one
+        make = _ignoring_ctrl_c(make_one) if processes else make_one
         try:
             self._envs = kind([make] * num_envs, **kwargs)
         except (EOFError, ConnectionError) as error:
@@ -90,14 +90,15 @@ class GymEnv(VecEnv):
         self.metadata, self.render_mode = self._envs.metadata, self._envs.render_mode
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[Tensor, dict]:
-        """Start a new episode in every env, in env i with `seed + i`: obs (N, obs_dim), {}.
+        """Start a new episode in every env, with seeds `env_seeds`: obs (N, obs_dim), {}.
 
-        Without a seed the first reset takes the constructor's, and later ones let the envs' random
-        generators run on. `options` is handed to the envs.
+        Without a seed the first reset takes the constructor's, and later ones continue the envs'
+        random generators. `options` is handed to the envs.
         """
-        seed = self._next_seed if seed is None else int(seed)
-        self._next_seed = None
-        observations, _ = self._ask(self._envs.reset, seed=seed, options=options)
+        seed = self._first_seed if seed is None else seed
+        self._first_seed = None
+        seeds = None if seed is None else env_seeds(seed, self.num_envs)
+        observations, _ = self._ask(self._envs.reset, seed=seeds, options=options)
         self._returns.zero_()
         self._lengths.zero_()
         self.obs = self._observation_tensor(observations)
@@ -117,7 +118,7 @@ class GymEnv(VecEnv):
             for index in ended:
                 true_next[index] = gym_info["final_obs"][index]
             final_obs = self._observation_tensor(true_next)
-        # These three are not reused: the tensors may keep their memory.
+        # Gymnasium does not reuse these arrays, so that the tensors may share their memory.
         reward = torch.from_numpy(reward.astype(np.float32)).to(self.device)
         terminated = torch.from_numpy(terminated).to(self.device)
         truncated = torch.from_numpy(truncated).to(self.device)
@@ -149,7 +150,7 @@ class GymEnv(VecEnv):
             self._kill()
 
     def _ask(self, call: Callable, *args: Any, **kwargs: Any) -> Any:
-        """`call` on the vectorised env; where it fails, no process is left waiting for the rest."""
+        """`call` a method of the vectorised env; if it fails, end the processes that remain."""
         try:
             return call(*args, **kwargs)
         except BaseException as error:
@@ -176,7 +177,7 @@ class GymEnv(VecEnv):
         space = self.single_action_space
         if isinstance(space, Box):
             action = np.clip(action.astype(space.dtype), space.low, space.high)
-        # `check_action` does not look on a GPU; here the action is on the CPU anyway
+        # For tensors on a GPU, `check_action` has not looked at the values.
         if self.device.type != "cpu" and not self.action_space.contains(action):
             raise ValueError(f"{self.name}: not an action of {space}: {action}")
         if isinstance(space, Discrete):
@@ -209,8 +210,8 @@ def _maker(name: str, options: dict[str, Any], copies: bool = True) -> Callable[
         reason = f"the package {package!r} does not register {id!r}" if package else error
         raise ValueError(f"{name}: {reason}") from error
 
-    # The spec itself and no id: what this process has registered, a new process has not. A nested
-    # function is sent to it by value, so that it need not import torch.
+    # The spec and not its id, which is registered in this process only. Gymnasium sends a nested
+    # function to a new process by value, so that the process need not import this module and torch.
     def make_one() -> gymnasium.Env:
         env = gymnasium.make(spec, **options)
         if not copies:
@@ -221,8 +222,8 @@ def _maker(name: str, options: dict[str, Any], copies: bool = True) -> Callable[
     return make_one
 
 
-def _deaf_to_ctrl_c(make_one: Callable[[], gymnasium.Env]) -> Callable[[], gymnasium.Env]:
-    """`make_one` in a process of its own, where Ctrl-C is for the parent to answer."""
+def _ignoring_ctrl_c(make_one: Callable[[], gymnasium.Env]) -> Callable[[], gymnasium.Env]:
+    """`make_one` for a process of its own that leaves Ctrl-C, which all receive, to its parent."""
 
     def make() -> gymnasium.Env:
         if multiprocessing.parent_process() is not None:  # Gymnasium also makes one in the parent
@@ -266,19 +267,19 @@ def _check_spaces(name: str, observation: gymnasium.Space, action: gymnasium.Spa
 
 
 class SeveralAgents(ValueError):
-    """A Gymnasium id with a Tuple of action spaces, one an agent."""
+    """A Gymnasium id with a Tuple of action spaces, one per agent."""
 
 
 class MultiAgentGymEnv(MultiAgentVecEnv):
-    """`num_envs` copies of a world with several agents, stepped one after another, here.
+    """`num_envs` copies of an env with several agents, stepped one after another in this process.
 
     `name` is "pettingzoo:package.module", a module with PettingZoo's `parallel_env`, to which
-    `options` go; or a Gymnasium id whose spaces and observations are tuples, one entry an agent.
+    `options` go; or a Gymnasium id whose spaces and observations are tuples, one entry per agent.
     Observations: flat Boxes; actions: all Discrete, or all flat Boxes of floats. Where observations
     or infos have an "action_mask", the masks stand at the end of the observations
-    (`available_in_obs`). The state is the world's own `state()` where it has one. Who is no longer
-    in PettingZoo's `agents` is not `alive`; the episode ends when nobody is, truncated if anybody
-    was truncated in its last step.
+    (`available_in_obs`). The state is the env's own `state()` where it has one. An agent that is no
+    longer in PettingZoo's `agents` is not `alive`; the episode ends when none is left, truncated if
+    any agent was truncated in its last step.
 
     ValueError: unknown module, id or option, missing package, space that is not supported.
     """
@@ -289,23 +290,24 @@ class MultiAgentGymEnv(MultiAgentVecEnv):
         self, name: str, num_envs: int, device: torch.device | str = "cpu", seed: int = 0,
         **options: Any,
     ):  # fmt: skip
-        make_one = _maker_of_worlds(name, options)
-        self._worlds = [make_one() for _ in range(max(1, num_envs))]
-        world = self._worlds[0]
-        spaces = world.observation_spaces, world.action_spaces
+        make_one = _multi_agent_maker(name, options)
+        self._envs = [make_one() for _ in range(max(1, num_envs))]
+        first = self._envs[0]
+        spaces = first.observation_spaces, first.action_spaces
         for pair in zip(*spaces, strict=True):
             _check_spaces(name, *pair)
-        kinds = {type(space) for space in world.action_spaces}
-        if len(kinds) > 1 or not all(isinstance(s, Box) for s in world.observation_spaces):
+        kinds = {type(space) for space in first.action_spaces}
+        if len(kinds) > 1 or not all(isinstance(s, Box) for s in first.observation_spaces):
             raise ValueError(
                 f"{name}: the agents' spaces are not supported together, only flat Boxes of "
                 "observations and actions that are all Discrete or all flat Boxes are"
             )
-        masked = world.masks_actions(seed) and kinds == {Discrete}
+        first.reset(env_seeds(seed, 1)[0], None)  # masks and state() may not exist before
+        masked = any(mask is not None for mask in first.action_masks) and kinds == {Discrete}
         super().__init__(name, num_envs, device, seed, *spaces, NO_TIME_LIMIT, masked)
-        self.metadata = {**world.env.metadata, **self.metadata}
-        self._own_state = None if world.state() is None else torch.empty(0)
-        self._next_seed: int | None = int(seed)  # of a reset() that names none
+        self.metadata = {**first.env.metadata, **self.metadata}
+        self._own_state = None if first.state() is None else torch.empty(0)  # (N, state_dim)
+        self._first_seed: int | None = seed  # of the first reset(), if that has none
 
     @property
     def state(self) -> Tensor:
@@ -313,23 +315,24 @@ class MultiAgentGymEnv(MultiAgentVecEnv):
 
     @property
     def state_dim(self) -> int:
-        state = self._worlds[0].state()
+        state = self._envs[0].state()
         return super().state_dim if state is None else len(state)
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[Tensor, dict]:
-        """Start a new episode in every env, in env i with `seed + i`: obs (N, A, obs_dim), {}.
+        """Start a new episode in every env, with seeds `env_seeds`: obs (N, A, obs_dim), {}.
 
-        Without a seed the first reset takes the constructor's, and later ones let the envs' random
-        generators run on.
+        Without a seed the first reset takes the constructor's, and later ones continue the envs'
+        random generators.
         """
-        seed = self._next_seed if seed is None else int(seed)
-        self._next_seed = None
-        for i, world in enumerate(self._worlds):
-            world.reset(None if seed is None else seed + i, options)
+        seed = self._first_seed if seed is None else seed
+        self._first_seed = None
+        seeds = [None] * self.num_envs if seed is None else env_seeds(seed, self.num_envs)
+        for env, env_seed in zip(self._envs, seeds, strict=True):
+            env.reset(env_seed, options)
         self._returns.zero_()
         self._lengths.zero_()
         self.obs = self._observe()
-        self._look()
+        self._update_state()
         return self.obs, {}
 
     def step(self, action: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, dict[str, Any]]:
@@ -337,68 +340,70 @@ class MultiAgentGymEnv(MultiAgentVecEnv):
         if self.obs is None:
             raise RuntimeError(f"{self.name}: call reset() before the first step()")
         actions = self.check_action(action).detach().cpu().numpy()
-        results = [world.step(a) for world, a in zip(self._worlds, actions, strict=True)]
+        results = [env.step(a) for env, a in zip(self._envs, actions, strict=True)]
         rewards, terminated, truncated = zip(*results, strict=True)
         reward = torch.tensor(np.array(rewards), dtype=torch.float32, device=self.device)
         terminated = torch.tensor(terminated, device=self.device)
         truncated = torch.tensor(truncated, device=self.device)
         self.obs = final_obs = self._observe()
-        self._look()
+        self._update_state()
         final_state = self.state
         returns, lengths = self._returns + reward.sum(1), self._lengths + 1
         done = terminated | truncated
         ended = done.nonzero().flatten().tolist()
         for i in ended:
-            self._worlds[i].reset(None, None)
+            self._envs[i].reset(None, None)
         if ended:
             self.obs = self._observe()
-            self._look()
+            self._update_state()
         self._returns = torch.where(done, 0.0, returns)
         self._lengths = torch.where(done, 0, lengths)
         info = {"final_obs": final_obs, "episode_return": returns, "episode_length": lengths}
         return self.obs, reward, terminated, truncated, {**info, "final_state": final_state}
 
     def _observe(self) -> Tensor:
-        """What all agents of all worlds see, padded, as one tensor (N, A, obs_dim)."""
+        """The observations of all agents, padded (N, A, obs_dim)."""
         n = int(self.single_action_space.n) if self.available_in_obs else 0
         shape = (self.num_envs, self.num_agents, *self.single_observation_space.shape)
         obs = np.zeros(shape, np.float32)
-        for i, world in enumerate(self._worlds):
-            for agent, (seen, mask) in enumerate(zip(world.seen, world.masks, strict=True)):
-                if seen is not None:
-                    obs[i, agent, : len(seen)] = seen
+        for i, env in enumerate(self._envs):
+            pairs = zip(env.observations, env.action_masks, strict=True)
+            for agent, (observation, mask) in enumerate(pairs):
+                if observation is not None:
+                    obs[i, agent, : len(observation)] = observation
                     if n:
-                        own = int(world.action_spaces[agent].n)
-                        # A mask that allows nothing, as at an end, restricts no choice to come.
+                        own = int(env.action_spaces[agent].n)
+                        # A mask that allows nothing, as at an episode's end, is taken to allow
+                        # all: a policy cannot be computed over an empty set of actions.
                         given = mask is not None and np.any(mask)
                         obs[i, agent, shape[2] - n :][:own] = mask if given else 1
         return torch.from_numpy(obs).to(self.device)
 
-    def _look(self) -> None:
-        """Note who lives, and the worlds' own states."""
-        alive = [[seen is not None for seen in world.seen] for world in self._worlds]
+    def _update_state(self) -> None:
+        """Read `alive` and the envs' own states."""
+        alive = [[obs is not None for obs in env.observations] for env in self._envs]
         self.alive = torch.tensor(alive, device=self.device)
         if self._own_state is not None:
-            states = np.stack([world.state() for world in self._worlds]).astype(np.float32)
+            states = np.stack([env.state() for env in self._envs]).astype(np.float32)
             self._own_state = torch.from_numpy(states).to(self.device)
 
     def render(self, index: int = 0) -> np.ndarray:
         """An RGB picture (height, width, 3) uint8 of env number `index`."""
-        picture = self._worlds[index].env.render()
+        picture = self._envs[index].env.render()
         if not isinstance(picture, np.ndarray):
             raise NotImplementedError(f"{self.name} has no picture")
         return picture
 
     def close_extras(self, **kwargs: Any) -> None:
-        for world in getattr(self, "_worlds", ()):
-            world.env.close()
+        for env in getattr(self, "_envs", ()):
+            env.env.close()
 
 
-class _Parallel:
-    """One PettingZoo parallel env: lists, one entry an agent, in place of its dictionaries.
+class _PettingZooEnv:
+    """One PettingZoo parallel env, with lists, one entry per agent, in place of its dictionaries.
 
-    `seen` and `masks`: the agents' present observations, None for who has left, and the actions
-    available to them, None where the env says nothing of that.
+    `observations`: the present ones, None for an agent that has left. `action_masks`: the actions
+    available to each agent, None where the env has no mask.
     """
 
     def __init__(self, env: Any):
@@ -414,44 +419,39 @@ class _Parallel:
         space = getattr(env, "state_space", None)
         self._has_state = isinstance(space, Box) and len(space.shape) == 1
 
-    def masks_actions(self, seed: int) -> bool:
-        """Also the first reset: some worlds have no state() before."""
-        self.reset(seed, None)
-        return any(mask is not None for mask in self.masks)
-
     def state(self) -> np.ndarray | None:
         return self.env.state() if self._has_state else None
 
     def reset(self, seed: int | None, options: dict | None) -> None:
-        self._take(*self.env.reset(seed=seed, options=options))
+        self._store(*self.env.reset(seed=seed, options=options))
 
     def step(self, actions: np.ndarray) -> tuple[list[float], bool, bool]:
-        """-> rewards, terminated, truncated"""
+        """-> rewards, terminated, truncated; `actions` (A,) or (A, act_dim) are padded."""
         given = {
             agent: _own_action(action, space)
             for agent, action, space in zip(self.agents, actions, self.action_spaces, strict=True)
             if agent in self.env.agents
         }
         observations, rewards, _, truncations, infos = self.env.step(given)
-        self._take(observations, infos)
+        self._store(observations, infos)
         over, truncated = not self.env.agents, any(truncations.values())
         rewards = [float(rewards.get(agent, 0.0)) for agent in self.agents]
         return rewards, over and not truncated, over and truncated
 
-    def _take(self, observations: dict, infos: dict) -> None:
-        self.seen, self.masks = [], []
-        last = not self.env.agents  # everybody's last observation counts
+    def _store(self, observations: dict, infos: dict) -> None:
+        self.observations, self.action_masks = [], []
+        last = not self.env.agents  # the episode is over: these observations are its final ones
         for agent in self.agents:
-            seen = observations.get(agent) if last or agent in self.env.agents else None
+            obs = observations.get(agent) if last or agent in self.env.agents else None
             mask = infos.get(agent, {}).get("action_mask")
-            if isinstance(seen, dict):
-                seen, mask = seen["observation"], seen.get("action_mask", mask)
-            self.seen.append(None if seen is None else np.array(seen))
-            self.masks.append(mask)
+            if isinstance(obs, dict):
+                obs, mask = obs["observation"], obs.get("action_mask", mask)
+            self.observations.append(None if obs is None else np.array(obs))
+            self.action_masks.append(mask)
 
 
-class _Tuples(_Parallel):
-    """The same for a Gymnasium env whose spaces, observations and rewards are one an agent."""
+class _TupleEnv(_PettingZooEnv):
+    """The same for a Gymnasium env with tuples, one entry per agent, of spaces and observations."""
 
     def __init__(self, env: gymnasium.Env):
         self.env = env
@@ -464,28 +464,29 @@ class _Tuples(_Parallel):
     def step(self, actions: np.ndarray) -> tuple[list[float], bool, bool]:
         given = tuple(map(_own_action, actions, self.action_spaces))
         observations, rewards, terminated, truncated, info = self.env.step(given)
-        self._take(observations, info)
-        shared = np.broadcast_to(np.asarray(rewards, float), (len(self.action_spaces),))
-        return shared.tolist(), bool(terminated), bool(truncated)
+        self._store(observations, info)
+        # One reward is everyone's.
+        rewards = np.broadcast_to(np.asarray(rewards, float), (len(self.action_spaces),))
+        return rewards.tolist(), bool(terminated), bool(truncated)
 
-    def _take(self, observations: tuple, info: dict) -> None:
-        self.seen = [np.array(seen) for seen in observations]
-        self.masks = list(info.get("action_mask", [None] * len(self.seen)))
+    def _store(self, observations: tuple, info: dict) -> None:
+        self.observations = [np.array(obs) for obs in observations]
+        self.action_masks = list(info.get("action_mask", [None] * len(self.observations)))
 
 
 def _own_action(action: np.ndarray, space: gymnasium.Space) -> Any:
-    """One agent's action as its own space has it: counted from its start, clipped, not padded."""
+    """A padded action in the agent's own `space`: from its start on, clipped, without padding."""
     if isinstance(space, Discrete):
         return int(action) + int(space.start)
     return np.clip(action[: space.shape[0]].astype(space.dtype), space.low, space.high)
 
 
-def _maker_of_worlds(name: str, options: dict[str, Any]) -> Callable[[], "_Parallel | _Tuples"]:
-    """A function that makes one world; ValueError if there is none of that name."""
+def _multi_agent_maker(name: str, options: dict[str, Any]) -> Callable[[], _PettingZooEnv]:
+    """A function that makes one env with several agents; ValueError if `name` is unknown."""
     if not name.startswith(PETTINGZOO):
-        # the checker warns of rewards that are lists
+        # Gymnasium's checker would warn that rewards are lists.
         make_one = _maker(name, {"disable_env_checker": True, **options}, copies=False)
-        return lambda: _Tuples(make_one())
+        return lambda: _TupleEnv(make_one())
     path = name.removeprefix(PETTINGZOO)
     try:
         module = importlib.import_module(path)
@@ -497,9 +498,9 @@ def _maker_of_worlds(name: str, options: dict[str, Any]) -> Callable[[], "_Paral
     if not hasattr(module, "parallel_env"):
         raise ValueError(f"{name}: the module {path!r} has no parallel_env")
 
-    def make_one() -> _Parallel:
+    def make_one() -> _PettingZooEnv:
         try:
-            return _Parallel(module.parallel_env(**options))
+            return _PettingZooEnv(module.parallel_env(**options))
         except Exception as error:
             message = textwrap.shorten(f"{name}: {type(error).__name__}: {error}", 300)
             raise ValueError(message) from error

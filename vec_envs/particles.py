@@ -1,11 +1,11 @@
-"""The multi-agent particle world as batched tensors, equal step by step to mpe2's environments.
+"""Multi-agent particle environments as batched tensors, equal step by step to mpe2's.
 
 Discs in the plane that accelerate, glide and push each other (Lowe et al. 2017, arXiv:1706.02275;
 Mordatch and Abbeel 2017, arXiv:1703.04908). Two cooperative games, each with five discrete moves
 or, as `SpreadContinuous` and `SpeakerListenerContinuous`, with mpe2's continuous actions:
 
-    Spread            three agents share out three landmarks without bumping into each other
-    SpeakerListener   one knows which landmark is meant, the other can move: they must talk
+    Spread            three agents cover three landmarks without colliding
+    SpeakerListener   one knows which landmark is the goal, the other can move: they communicate
 
 Motion: per axis, with force F (mass 1), velocity v, position p, all from before the step,
 
@@ -14,9 +14,9 @@ Motion: per axis, with force F (mass 1), velocity v, position p, all from before
 
 openai is the order in the first authors' code, which most published returns come from (on a command
 line: --env Spread,physics=openai); forces, observations and rewards here are mpe2's in both.
-`dtype` is that of the simulator's state; observations and rewards are float32. Random numbers are
-this project's own: equal means that from the same state the same actions have the same
-consequences.
+`dtype` is that of the simulator's state; observations and rewards are float32. First states are
+drawn from this project's own generator: equal means that from the same state the same actions lead
+to the same states, observations and rewards.
 
 What a return means (sum over agents, 25 steps, physics mpe2):
 
@@ -39,11 +39,10 @@ COLOURS = np.array([[0.65, 0.15, 0.15], [0.15, 0.65, 0.15], [0.15, 0.15, 0.65]])
 
 
 class ParticleEnv(MultiAgentVecEnv):
-    """What the games have in common: agents that move, landmarks that do not, and the picture."""
+    """What the games have in common: agents that move, landmarks that do not, and rendering."""
 
     state_names = ("position", "velocity", "landmark")
     compilable = True
-    metadata = {**MultiAgentVecEnv.metadata, "render_fps": 10}
     dt, damping, push = 0.1, 0.25, 5.0  # s, share of v lost in a step, force of a move
     num_landmarks = 3
     continuous = False
@@ -91,9 +90,9 @@ class ParticleEnv(MultiAgentVecEnv):
         self.velocity = torch.where(mask, 0.0, self.velocity)
 
     def _force_of(self, action: Tensor) -> Tensor:
-        """What agents push themselves with: (..., 5) or, discrete, (...) -> (..., 2)."""
+        """The agents' own forces (..., 2) of actions (..., 5) or, discrete, (...)."""
         if not self.continuous:
-            return embedding(action, self._moves)  # rows by index, for a GPU without a look
+            return embedding(action, self._moves)  # rows by index, without a synchronisation
         action = action.clamp(0, 1)
         direction = action[..., 2:5:2] - action[..., 1:5:2]  # right − left, up − down
         return self.push * direction.to(self.dtype)
@@ -107,11 +106,11 @@ class ParticleEnv(MultiAgentVecEnv):
             self.position = self.position + self.velocity * self.dt
 
     def _colours(self, index: int) -> np.ndarray:
-        """Of the agents, then of the landmarks (A + L, 3)."""
+        """Colours of the agents, then of the landmarks (A + L, 3), in [0, 1]."""
         raise NotImplementedError
 
     def render(self, index: int = 0) -> np.ndarray:
-        """An RGB picture (350, 350, 3) uint8 of env `index`: the square from −1.4 to 1.4."""
+        """An RGB picture (350, 350, 3) uint8 of env number `index`: the square from −1.4 to 1.4."""
         entities = torch.cat((self.position[index], self.landmark[index])).double().cpu().numpy()
         side = (np.arange(350) + 0.5) / 125 - 1.4
         picture = np.full((350, 350, 3), 255, np.uint8)
@@ -124,7 +123,7 @@ class ParticleEnv(MultiAgentVecEnv):
 
 
 def length(vector: Tensor) -> Tensor:
-    """(..., 2) -> (...), rounded as numpy rounds it."""
+    """‖vector‖, (..., 2) -> (...), rounded as in NumPy."""
     x, y = vector.unbind(-1)
     return (x * x + y * y).sqrt()
 
@@ -132,8 +131,8 @@ def length(vector: Tensor) -> Tensor:
 class Spread(ParticleEnv):
     """Three agents cover three landmarks without colliding (mpe2's simple_spread_v3).
 
-    Observation (18,): own velocity, own position, the landmarks and then the other agents as seen
-    from here, four zeros (what the others say: nothing).
+    Observation (18,): own velocity, own position, the landmarks and then the other agents relative
+    to it, four zeros (the others' messages in mpe2, which nobody sends here).
     Action: 0 nothing, 1 left, 2 right, 3 down, 4 up; continuous (5,) in [0, 1]: 2 − 1, 4 − 3.
     Reward of agent i: ½ G − ½ (how many agents overlap with it), G = − Σ over landmarks of the
     distance to the nearest agent.
@@ -158,7 +157,7 @@ class Spread(ParticleEnv):
         self._second = torch.tensor([1, 2, 2], device=self.device)
         self._own_pairs = torch.tensor([0, 1, 3, 2, 4, 5], device=self.device)
         self._zero = torch.zeros((), dtype=dtype, device=self.device)
-        self._silence = torch.zeros(num_envs, 3, 4, device=self.device)
+        self._no_message = torch.zeros(num_envs, 3, 4, device=self.device)
 
     def _pairs(self) -> tuple[Tensor, Tensor]:
         """Δ from the second agent to the first (N, pairs, 2), and its length (N, pairs)."""
@@ -189,7 +188,7 @@ class Spread(ParticleEnv):
         landmarks = (self.landmark.unsqueeze(1) - self.position.unsqueeze(2)).flatten(2)
         others = self._of_each(-self._pairs()[0]).flatten(2)  # (N, A, 4)
         parts = torch.cat((self.velocity, self.position, landmarks, others), 2)
-        return torch.cat((parts.float(), self._silence), 2)
+        return torch.cat((parts.float(), self._no_message), 2)
 
     def _colours(self, index: int) -> np.ndarray:
         return np.array([[0.35, 0.35, 0.85]] * 3 + [[0.25, 0.25, 0.25]] * 3)
@@ -203,12 +202,12 @@ class SpreadContinuous(Spread):
 
 
 class SpeakerListener(ParticleEnv):
-    """A speaker who cannot move tells a listener where to go (mpe2's simple_speaker_listener_v4).
+    """A speaker that cannot move tells a listener where to go (mpe2's simple_speaker_listener_v4).
 
     Observation of agent 0, the speaker (3,): the colour of the goal. Of agent 1, the listener
-    (11,): own velocity, the landmarks as seen from here, what the speaker has just said, one-hot
-    (zero before it has said anything).
-    Action of the speaker: which of 3 words to say; continuous (3,) in [0, 1]: what is heard. Of the
+    (11,): own velocity, the landmarks relative to it, the speaker's last message, one-hot (zero
+    at the first step).
+    Action of the speaker: one of 3 messages; continuous (3,) in [0, 1]: the message itself. Of the
     listener: as in Spread.
     Reward of both: − (distance of listener and goal)².
     Truncated after 25 steps. First state: all places uniform in [−1, 1]², any landmark the goal.
@@ -230,11 +229,11 @@ class SpeakerListener(ParticleEnv):
         self.goal = torch.zeros(num_envs, dtype=torch.int64, device=self.device)
         self.message = torch.zeros(num_envs, 3, device=self.device)
         self._colour = torch.tensor(COLOURS, dtype=torch.float32, device=self.device)
-        self._words = torch.eye(3, device=self.device)
+        self._messages = torch.eye(3, device=self.device)
 
     def _restart(self, mask: Tensor) -> None:
-        shape, chance = (self.num_envs,), {"generator": self.generator, "device": self.device}
-        goal = torch.randint(self.num_landmarks, shape, **chance)
+        random = {"generator": self.generator, "device": self.device}
+        goal = torch.randint(self.num_landmarks, (self.num_envs,), **random)
         self.goal = torch.where(mask, goal, self.goal)
         self.message = torch.where(mask.unsqueeze(1), 0.0, self.message)
         super()._restart(mask)
@@ -242,10 +241,11 @@ class SpeakerListener(ParticleEnv):
     def _simulate(self, action: Tensor) -> tuple[Tensor, Tensor]:
         force = self._force_of(action[:, 1:])  # (N, 1, 2)
         self._move(torch.cat((torch.zeros_like(force), force), 1))
-        word = action[:, 0]
-        self.message = (
-            word[:, :3].float().clamp(0, 1) if self.continuous else embedding(word, self._words)
-        )
+        message = action[:, 0]
+        if self.continuous:
+            self.message = message[:, :3].float().clamp(0, 1)
+        else:
+            self.message = embedding(message, self._messages)
 
         goal = self.landmark.gather(1, self.goal.view(-1, 1, 1).expand(-1, 1, 2)).squeeze(1)
         reward = -(self.position[:, 1] - goal).square().sum(1, keepdim=True)
