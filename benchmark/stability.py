@@ -1,17 +1,18 @@
 """Does the H-term make training more reliable? Many seeds of several arms, and the statistics.
 
     pip install -e ".[benchmark]"
-    python benchmark/stability.py --env Hopper --arms base memory compute --seeds 20
-    python benchmark/stability.py --table          # only analyse what results/hterm/ holds
+    python benchmark/stability.py --env Hopper --arms base hterm --seeds 20 --results runs/study
+    python benchmark/stability.py --table          # only analyse results/hterm/runs.csv.gz
     python benchmark/stability.py --beside rate    # the same with another arm than the base, shown
     python benchmark/stability.py --only-seeds 4000 4009    # the same of some seeds, shown
 
-The first trains what is missing, two single-threaded runs at a time, and writes one CSV a run: a
-finished run is never repeated, one that was killed goes on. Then both write results/hterm/seeds.csv
-(a row a run), table.csv (a row an arm) and a figure for each environment. All arms have the same
-seeds. An arm is a command, see ARMS; others can be given as "NAME=SCRIPT FLAGS":
+The first trains what is missing, two single-threaded runs at a time, and appends each to the file
+of the study, runs.csv.gz: a finished run is never repeated, one that was killed goes on. Then both
+write beside that file seeds.csv (a row a run), table.csv (a row an arm), across.csv (the arms over
+several environments) and a figure for each environment. All arms have the same seeds. An arm is a
+command, see ARMS; others can be given as "NAME=SCRIPT FLAGS":
 
-    python benchmark/stability.py --arms base "weak=ppo_hterm --hterm-coef 0.1" --seeds 8
+    python benchmark/stability.py --arms base "gae=ppo --gae-lambda 0.98" --seeds 8
 
 Of a run count: `final`, the mean deterministic return over the last 10 % of its samples; `area`,
 the same over all of them; `drawdown`, the deepest fall below an earlier evaluation. Across runs:
@@ -22,15 +23,20 @@ of it is scipy's; rliable computes the same IQM but brings pandas, seaborn and a
 """
 
 import csv
+import fcntl
+import gzip
+import io
 import itertools
 import math
 import os
 import shlex
 import warnings
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import torch
@@ -39,32 +45,22 @@ from returns import RESULTS, ROOT, append, begun_at, commit, evaluations, finish
 from scipy import integrate, stats
 
 # name -> script of algos/ (or benchmark/stable_baselines.py) and its flags
-ARMS = {
-    "base": "ppo",
-    "memory": "ppo_hterm",
-    "compute": "ppo_hterm --hterm-weight uniform",  # the same passes without the idea
-    "chain": "ppo_hterm_variants --hterm chain",
-    "published": "ppo_hterm_variants --hterm published",
-    # for Hopper: the base with the learning rate of `memory`; then with its noise too
-    "rate": "ppo --learning-rate-schedule anneal",
-    "logstd": "ppo_hterm_variants --hterm-coef 0 --learning-rate-schedule anneal",
-    "gae": "ppo --gae-lambda 0.98",
-    "sb3": "stable_baselines",
-    **{  # each beside its +H; the flags are for speed, on both alike
-        name: f"{name} --bf16 --compile default"
-        for base in ("ddpg", "td3", "sac")
-        for name in (base, f"{base}_hterm")
-    },
-    "sac_energy": "sac_hterm --hterm energy --hterm-coef 0.5 --hterm-newest 1000000 "
-    "--bf16 --compile default",
-}
+ARMS = {"base": "ppo", "hterm": "ppo_hterm", "sb3": "stable_baselines"}
+# Rows of a table, `memory` to `logstd` of arms that only commit 642c06a can train; others follow by
+# name.
+ORDER = ["base", "hterm", "memory", "compute", "chain", "published", "rate", "logstd", "sb3"]
+ORDER += ["ddpg", "ddpg_hterm", "td3", "td3_hterm", "sac", "sac_hterm"]
 # what an arm is compared with, if not with `base`
 BASE = {
     f"{base}_{form}": base
     for base in ("ddpg", "td3", "sac")
     for form in ("hterm", "stale", "energy")
 }
-SCHEDULE_POINTS = 11  # of the noise that `logstd` takes over
+RUNS = "runs.csv.gz"
+COLUMNS = (
+    *("env", "steps", "arm", "seed", "step", "seconds", "return", "return_std", "log_std"),
+    *("parallel", "commit", "command"),
+)
 
 
 @dataclass
@@ -73,7 +69,7 @@ class Options:
 
     env: str = "Hopper"
     """environment"""
-    arms: list[str] = field(default_factory=lambda: ["base", "memory", "compute"])
+    arms: list[str] = field(default_factory=lambda: ["base", "hterm"])
     """names in ARMS, or "NAME=SCRIPT FLAGS" """
     seeds: int = 20
     """how many seeds an arm has"""
@@ -90,7 +86,7 @@ class Options:
     runs_dir: Path = ROOT / "runs" / "hterm"
     """where the run folders are"""
     results: Path = RESULTS / "hterm"
-    """where the CSVs and figures are"""
+    """folder of the study: its runs, tables and figures"""
     table: bool = False
     """train nothing"""
     beside: str = ""
@@ -101,7 +97,67 @@ class Options:
     """train nothing and print, by simulation, what 10 and 20 seeds can show"""
 
 
-# Runs: an arm's command, trained to its end, becomes a CSV.
+# The file of a study: one gzip member a run, so that appending a run leaves all others as they are.
+
+
+def run_name(about: dict) -> str:
+    env = about["env"].replace("/", "-").replace(":", "-")
+    return f"{env}__{about['steps']}__{about['arm']}__{about['seed']}"
+
+
+def locked_runs(file: BinaryIO) -> dict[str, list[dict[str, str]]]:
+    """Name -> rows of every run in an open file, which stays locked until it is closed.
+
+    An append that was killed leaves an incomplete last member, which is removed. SystemExit if a
+    member is damaged otherwise, since there may be runs after it.
+    """
+    fcntl.flock(file, fcntl.LOCK_EX)
+    file.seek(0)
+    data, members, end = file.read(), [], 0
+    while end < len(data):
+        member = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)  # 16: with gzip's header
+        try:
+            members.append(member.decompress(data[end:]))
+        except zlib.error as error:
+            raise SystemExit(
+                f"{file.name} is damaged after byte {end} ({error}): take it from git, or keep the "
+                f"runs before that byte with truncate -s {end}"
+            ) from None
+        if not member.eof:
+            print(f"{file.name}: the last run was written only in part and is removed", flush=True)
+            members.pop()
+            file.truncate(end)
+            break
+        end = len(data) - len(member.unused_data)
+    runs: dict[str, list[dict[str, str]]] = {}
+    for row in csv.DictReader(io.StringIO(b"".join(members).decode(), newline="")):
+        runs.setdefault(run_name(row), []).append(row)
+    return dict(sorted(runs.items()))
+
+
+def read_runs(path: Path) -> dict[str, list[dict[str, str]]]:
+    if not path.exists():
+        return {}
+    with open(path, "r+b") as file:
+        return locked_runs(file)
+
+
+def append_run(path: Path, rows: list[dict]) -> None:
+    """Append a run in one write, unless another process has done it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a+b") as file:
+        runs = locked_runs(file)
+        if run_name(rows[0]) in runs:
+            return
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+        if not runs:
+            writer.writeheader()
+        writer.writerows(rows)
+        file.write(gzip.compress(text.getvalue().encode(), mtime=0))
+
+
+# Training: an arm's command, run to its end, becomes the rows of a run.
 
 
 def script_of(arm: str) -> tuple[str, str, list[str]]:
@@ -129,32 +185,26 @@ def arm_command(arm: str, options: Options) -> tuple[str, list[str]]:
     command += ["--eval-episodes", str(options.eval_episodes)]
     if script.startswith("algos/"):
         command += ["--env-threads", "1", "--device", "cpu"]
-    if name == "logstd":
-        flags += ["--log-std-schedule", noise_of("memory", options)]
     return name, command + flags
 
 
-def csv_of(options: Options, arm: str, seed: int) -> Path:
-    env = options.env.replace("/", "-").replace(":", "-")
-    return options.results / f"{env}__{options.total_steps}__{arm}__{seed}.csv"
-
-
 def train(options: Options, arm: str, command: list[str], seed: int, version: str) -> None:
-    """One run to its end, and its CSV: a row an evaluation."""
-    path = csv_of(options, arm, seed)
+    """One run to its end, and its rows: one an evaluation."""
+    about = {"env": options.env, "steps": options.total_steps, "arm": arm, "seed": seed}
+    name, path = run_name(about), options.results / RUNS
     command = [*command, "--seed", str(seed)]
-    if path.exists():
-        before = next(read_csv(path))["command"]
+    if name in (runs := read_runs(path)):
+        before = runs[name][0]["command"]
         if before != shlex.join(command):
             raise SystemExit(
-                f"{path} is of another command, {before}; delete it or give the arm another name"
+                f"{path} has {name} of another command, {before}; "
+                "give the arm another name or the study another folder (--results)"
             )
         return
-    run_dir = options.runs_dir / path.stem
+    run_dir = options.runs_dir / name
     if not finish(command, run_dir, version):
         return
     noise, version = log_std(run_dir), begun_at(run_dir, command)
-    about = {"env": options.env, "steps": options.total_steps, "arm": arm, "seed": seed}
     rows = [
         about
         | {"step": step, "seconds": round(entry["seconds"], 1)}
@@ -164,11 +214,8 @@ def train(options: Options, arm: str, command: list[str], seed: int, version: st
         | {"command": shlex.join(command)}
         for step, entry in sorted(evaluations(run_dir).items())
     ]
-    temporary = path.with_suffix(".tmp")  # a CSV that exists is complete
-    temporary.unlink(missing_ok=True)
-    append(temporary, rows)
-    temporary.replace(path)
-    print(f"{path.stem}: {rows[-1]['return']}", flush=True)
+    append_run(path, rows)
+    print(f"{name}: {rows[-1]['return']}", flush=True)
 
 
 def log_std(run_dir: Path) -> Callable[[int], float | str]:
@@ -178,42 +225,20 @@ def log_std(run_dir: Path) -> Callable[[int], float | str]:
     """
     if not (run_dir / "last.pt").exists():
         return lambda step: ""
-    agent = torch.load(run_dir / "last.pt", weights_only=True, map_location="cpu")["agent"]
-    if "log_std" not in agent:
-        return lambda step: ""
+    saved = torch.load(run_dir / "last.pt", weights_only=True, map_location="cpu")
+    tensors = saved.get("agent", {}).items()
+    act_dims = [len(tensor) for name, tensor in tensors if name.split(".")[-1] == "log_std"]
     with open(run_dir / "metrics.csv", newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["tag"] == "losses/entropy"]
+    if not (act_dims and rows):
+        return lambda step: ""
     steps, entropies = zip(*((int(row["step"]), float(row["value"])) for row in rows), strict=True)
-    means = np.array(entropies) / len(agent["log_std"]) - 0.5 * math.log(2 * math.pi * math.e)
+    means = np.array(entropies) / act_dims[0] - 0.5 * math.log(2 * math.pi * math.e)
     return lambda step: round(float(np.interp(step, steps, means)), 3)
-
-
-def noise_of(arm: str, options: Options) -> str:
-    """The mean log σ of an arm's runs along the training, for the arm `logstd`."""
-    for path in options.results.glob(csv_of(options, "logstd", 0).name.replace("__0.", "__*.")):
-        command = shlex.split(next(read_csv(path))["command"])  # its runs all have one schedule
-        return command[command.index("--log-std-schedule") + 1]
-    places = np.linspace(0, options.total_steps, SCHEDULE_POINTS)
-    curves = []
-    for seed in seeds(options):
-        path = csv_of(options, arm, seed)
-        if not path.exists():
-            raise SystemExit(
-                f"--arms has logstd, which needs the noise of {arm}; run that first (seed {seed})"
-            )
-        rows = list(read_csv(path))
-        noise = [float(row["log_std"]) for row in rows]
-        curves.append(np.interp(places, [int(row["step"]) for row in rows], noise))
-    return " ".join(f"{value:.3f}" for value in np.mean(curves, 0))
 
 
 def seeds(options: Options) -> range:
     return range(options.first_seed, options.first_seed + options.seeds)
-
-
-def read_csv(path: Path) -> Iterator[dict[str, str]]:
-    with open(path, newline="") as file:
-        yield from csv.DictReader(file)
 
 
 # Statistics. Samples are one number a run, along the last axis, so that scipy resamples them fast.
@@ -303,7 +328,7 @@ def power(studies: int = 1000, cut: float = 0.65) -> None:
             print(f"| {shape} | {n} | {' | '.join(shares)} |", flush=True)
 
 
-# From the CSVs to the table.
+# From the runs to the table.
 
 COMPARED = [
     f"{name}{end}"
@@ -317,9 +342,8 @@ COMPARED = [
 ]
 
 
-def summary(path: Path) -> dict:
+def summary(rows: list[dict[str, str]]) -> dict:
     """One run in a row: final, area, drawdown."""
-    rows = list(read_csv(path))
     steps = np.array([int(row["step"]) for row in rows])
     returns = np.array([float(row["return"]) for row in rows])
     about = {name: rows[0][name] for name in ("env", "steps", "arm", "seed")}
@@ -337,7 +361,7 @@ def summary(path: Path) -> dict:
 
 
 def in_order(arm: str) -> tuple[int, str]:
-    return (list(ARMS).index(arm) if arm in ARMS else len(ARMS), arm)
+    return (ORDER.index(arm) if arm in ORDER else len(ORDER), arm)
 
 
 def group(runs: list[dict]) -> dict[tuple[str, str], dict[str, list[dict]]]:
@@ -418,35 +442,35 @@ def across(runs: list[dict], beside: str = "") -> list[dict]:
             if arm != base and min(len(arms.get(name, [])) for name in (arm, base)) >= 3:
                 pairs[env] = [column(arms[name], "final") for name in (arm, base)]
         for left_out in ("", *pairs):
-            kept = {env: pair for env, pair in pairs.items() if env != left_out}
-            if len(kept) < 2:
+            subset = {env: pair for env, pair in pairs.items() if env != left_out}
+            if len(subset) < 2:
                 continue
-            samples = tuple(itertools.chain(*kept.values()))
+            samples = tuple(itertools.chain(*subset.values()))
             low, high = map(math.exp, interval(samples, mean_log_ratio, "BCa"))
             middle = math.exp(mean_log_ratio(*samples))
-            about = {"arm": arm, "envs": " ".join(kept), "variance_ratio": middle}
+            about = {"arm": arm, "envs": " ".join(subset), "variance_ratio": middle}
             about |= {"variance_ratio_low": low, "variance_ratio_high": high}
-            rows.append(about | {"variance_p": combined_p(list(kept.values()))})
+            rows.append(about | {"variance_p": combined_p(list(subset.values()))})
     return rows
 
 
 # Showing.
 
 
-def number(value: float, digits: int = 0) -> str:
+def cell(value: float, digits: int = 0) -> str:
     return "" if math.isnan(value) else f"{value:,.{digits}f}"
 
 
-def chance(p: float) -> str:
-    return "< 0.001" if p < 0.001 else number(p, 3)
+def p_value(p: float) -> str:
+    return "< 0.001" if p < 0.001 else cell(p, 3)
 
 
 def span(row: dict, name: str, digits: int = 0) -> str:
     """The value of a column and its interval if it has one, as "0.4 [0.2, 0.9]"."""
     if math.isnan(row[name + "_low"]):
-        return number(row[name], digits)
-    ends = (number(row[name + end], digits) for end in ("_low", "_high"))
-    return f"{number(row[name], digits)} [{', '.join(ends)}]"
+        return cell(row[name], digits)
+    ends = (cell(row[name + end], digits) for end in ("_low", "_high"))
+    return f"{cell(row[name], digits)} [{', '.join(ends)}]"
 
 
 def show(table: list[dict], overall: list[dict]) -> None:
@@ -461,27 +485,24 @@ def show(table: list[dict], overall: list[dict]) -> None:
         for row in table:
             if (row["env"], row["steps"]) != (env, steps):
                 continue
-            spread = number(row["sd"]) or "–"
-            cells = [row["arm"], str(row["seeds"]), f"{number(row['mean'])} ± {spread}"]
-            cells += [span(row, "iqm"), number(row["worst_quarter"])]
+            spread = cell(row["sd"]) or "–"
+            cells = [row["arm"], str(row["seeds"]), f"{cell(row['mean'])} ± {spread}"]
+            cells += [span(row, "iqm"), cell(row["worst_quarter"])]
             digits = 3 if row["variance_ratio"] < 0.01 else 2
-            cells += [span(row, "variance_ratio", digits), chance(row["variance_p"])]
+            cells += [span(row, "variance_ratio", digits), p_value(row["variance_p"])]
             cells += [span(row, "iqm_difference"), span(row, "improvement", 2)]
-            cells += [number(row["area"]), number(row["drawdown"]), number(row["log_std"], 2)]
+            cells += [cell(row["area"]), cell(row["drawdown"]), cell(row["log_std"], 2)]
             print(f"| {' | '.join(cells)} |")
     if overall:
         print("\n| arm | environments | variance ratio, geometric mean | p |\n" + "|---" * 4 + "|")
     for row in overall:
         ratio = span(row, "variance_ratio", 2)
-        print(f"| {row['arm']} | {row['envs']} | {ratio} | {chance(row['variance_p'])} |")
+        print(f"| {row['arm']} | {row['envs']} | {ratio} | {p_value(row['variance_p'])} |")
 
 
-def curves(paths: list[Path], points: int = 50) -> tuple[np.ndarray, np.ndarray]:
+def curves(runs: list[list[dict]], points: int = 50) -> tuple[np.ndarray, np.ndarray]:
     """Evaluations of several runs at the same steps: (points,), (runs, points)."""
-    found = []
-    for path in paths:
-        rows = list(read_csv(path))
-        found.append([[float(row[name]) for row in rows] for name in ("step", "return")])
+    found = [[[float(row[name]) for row in rows] for name in ("step", "return")] for rows in runs]
     grid = np.linspace(max(x[0] for x, _ in found), min(x[-1] for x, _ in found), points)
     return grid, np.array([np.interp(grid, x, y) for x, y in found])
 
@@ -497,8 +518,7 @@ def draw(options: Options, runs: list[dict], table: list[dict]) -> None:
         figure, panels = pyplot.subplots(2, 2, figsize=(11, 8), layout="constrained")
         colours = dict(zip(arms, pyplot.get_cmap("tab10").colors * 9, strict=False))
         for arm, members in arms.items():
-            paths = [options.results / run["file"] for run in members]
-            grid, returns = curves(paths)
+            grid, returns = curves([run["rows"] for run in members])
             panels[0, 0].plot(grid, iqm(returns, 0), color=colours[arm], label=arm)
             if len(returns) >= 3:
                 band = stats.bootstrap(
@@ -571,16 +591,12 @@ def main(options: Options) -> None:
         return
     version = commit()  # before any file of results/ changes
     if not (options.table or options.beside or options.only_seeds):
-        for arm in options.arms:
-            script_of(arm)
-        for last in (False, True):  # logstd needs the noise of finished runs
-            arms = [arm for arm in options.arms if (arm == "logstd") == last]
-            arms = [arm_command(arm, options) for arm in arms]
-            jobs = [(arm, seed) for seed in seeds(options) for arm in arms]  # arms keep pace
-            with ThreadPoolExecutor(options.parallel) as pool:
-                list(pool.map(lambda job: train(options, *job[0], job[1], version), jobs))
-    paths = sorted(options.results.glob("*__*__*__*.csv"))
-    runs = [summary(path) | {"file": path.name} for path in paths]
+        arms = [arm_command(arm, options) for arm in options.arms]
+        jobs = [(arm, seed) for seed in seeds(options) for arm in arms]  # arms keep pace
+        with ThreadPoolExecutor(options.parallel) as pool:
+            list(pool.map(lambda job: train(options, *job[0], job[1], version), jobs))
+    finished = read_runs(options.results / RUNS).values()
+    runs = [summary(rows) | {"rows": rows} for rows in finished]
     if options.only_seeds:
         first, last = options.only_seeds
         runs = [run for run in runs if first <= int(run["seed"]) <= last]
@@ -594,7 +610,7 @@ def main(options: Options) -> None:
         show(analyse(runs, options.beside), across(runs, options.beside))
         return
     table, overall = analyse(runs), across(runs)
-    write(options.results / "seeds.csv", [{k: run[k] for k in run if k != "file"} for run in runs])
+    write(options.results / "seeds.csv", [{k: run[k] for k in run if k != "rows"} for run in runs])
     write(options.results / "table.csv", table)
     write(options.results / "across.csv", overall)
     draw(options, runs, table)

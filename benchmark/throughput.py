@@ -38,7 +38,7 @@ import tyro
 from returns import RESULTS, ROOT, commit
 
 import vec_envs
-from algos import ppo, ppo_hterm, ppo_hterm_variants, redq
+from algos import ppo, ppo_hterm, redq
 from algos import sac as sac_script
 from algos.worker_learner import (
     ReplayBuffer,
@@ -485,13 +485,8 @@ def hterm(options: Options) -> Iterator[tuple[str, str, Contenders]]:
     """Transitions learnt from in a second by `update` alone, on one rollout of Hopper."""
     keep_freed_memory()  # as Run does
     turns = {}
-    for what, script, own in (
-        ("CraneRL ppo_hterm.py", ppo_hterm, {}),
-        ("ppo_hterm_variants.py --hterm chain", ppo_hterm_variants, {"hterm": "chain"}),
-        ("ppo_hterm_variants.py --hterm published", ppo_hterm_variants, {"hterm": "published"}),
-        ("ppo.py", ppo, {}),
-    ):
-        args = script.Args(env="Hopper", num_envs=64, device="cpu", **own)
+    for what, script in (("CraneRL ppo_hterm.py", ppo_hterm), ("ppo.py", ppo)):
+        args = script.Args(env="Hopper", num_envs=64, device="cpu")
         run = SimpleNamespace(args=args, device=torch.device("cpu"), check_rollout=lambda _: None)
         workers = Workers(run, script.collect)
         agent = script.Agent(workers.observation_space, workers.action_space, args)
@@ -501,10 +496,6 @@ def hterm(options: Options) -> Iterator[tuple[str, str, Contenders]]:
         if script is ppo_hterm:
             extra = (ppo_hterm.SpinMemory(empty, args), args.hterm_coef)
             gradients = gradients, gradient_of(ppo_hterm.hamiltonian_term, agent)
-        elif script is ppo_hterm_variants:
-            extra = (ppo_hterm_variants.Windows(empty, args), args.hterm_coef)
-            term = getattr(ppo_hterm_variants, f"{args.hterm}_term")
-            gradients = gradients, gradient_of(term, agent)
         inputs = agent, optimizer, workers.collect(), gradients, args, *extra
 
         def step(i, update=script.update, inputs=inputs):

@@ -2,8 +2,11 @@
 
 import csv
 import fcntl
+import gzip
 import importlib
 import json
+import math
+import multiprocessing
 import shlex
 import shutil
 import subprocess
@@ -50,7 +53,7 @@ def test_throughput_keeps_the_other_sections(tmp_path):
     run(*command, "--sections", "chasing")
     table = run(*command, "--sections", "hterm")
     sections = [row["section"] for row in csv.DictReader(open(tmp_path / "throughput.csv"))]
-    assert sections == ["chasing"] * 2 + ["hterm"] * 4
+    assert sections == ["chasing"] * 2 + ["hterm"] * 2
     assert "looping over envs" in table and (tmp_path / "throughput.png").exists()
 
 
@@ -129,19 +132,98 @@ def test_the_permutation_test_is_uniform_if_nothing_differs(stability):
     assert (p < 0.05).mean() > 0.8
 
 
-def test_a_run_in_three_numbers(stability, tmp_path):
-    options = stability.Options(total_steps=1000, results=tmp_path)
-    returns = [0, 100, 40, 80, 120, 60, 70, 90, 110, 130]
-    rows = [
-        {"env": "Hopper", "steps": 1000, "arm": "base", "seed": 7, "step": 100 * (i + 1)}
-        | {"return": value, "log_std": "", "seconds": i, "parallel": 2, "commit": "", "command": ""}
+def rows_of(seed: int, returns: list[float], total_steps: int = 1000) -> list[dict]:
+    """A run of the arm `base`, its evaluations equally spaced."""
+    return [
+        {"env": "Hopper", "steps": total_steps, "arm": "base", "seed": seed}
+        | {"step": total_steps * (i + 1) // len(returns), "seconds": i, "return": value}
+        | {"return_std": 1, "log_std": "", "parallel": 2, "commit": "", "command": 'a "b, c"'}
         for i, value in enumerate(returns)
     ]
-    path = stability.csv_of(options, "base", 7)
-    stability.write(path, rows)
-    found = stability.summary(path)
+
+
+def test_a_run_in_three_numbers(stability):
+    found = stability.summary(rows_of(7, [0, 100, 40, 80, 120, 60, 70, 90, 110, 130]))
     assert found["final"] == 130  # 900 is not in the last 10 %
     assert found["drawdown"] == 60 and found["area"] == pytest.approx((800 - 65) / 9, abs=0.01)
+
+
+def test_an_append_that_was_killed_loses_only_its_run(stability, tmp_path, capsys):
+    path, sizes = tmp_path / "study" / "runs.csv.gz", [0]
+    for seed in (1, 2, 3):
+        stability.append_run(path, rows_of(seed, [10 * seed, seed]))
+        sizes.append(path.stat().st_size)
+    stability.append_run(path, rows_of(3, [0, 0]))  # a run that is there
+    whole, names = path.read_bytes(), [f"Hopper__1000__base__{seed}" for seed in (1, 2, 3)]
+    runs = stability.read_runs(path)
+    assert list(runs) == names and len(whole) == sizes[-1] and not capsys.readouterr().out
+    assert [row["return"] for row in runs[names[2]]] == ["30", "3"]
+    assert runs[names[2]][0]["command"] == 'a "b, c"'
+    for size in range(len(whole)):
+        path.write_bytes(whole[:size])
+        complete = max(i for i in range(4) if sizes[i] <= size)
+        assert list(stability.read_runs(path)) == names[:complete]
+        assert path.stat().st_size == sizes[complete]  # repaired
+        assert ("only in part" in capsys.readouterr().out) == (size not in sizes)
+    for torn in (1, sizes[2] + 5, sizes[3] - 1):  # the next append repairs it as well
+        path.write_bytes(whole[:torn])
+        for seed in (1, 2, 3):
+            stability.append_run(path, rows_of(seed, [10 * seed, seed]))
+        assert path.read_bytes() == whole
+    with gzip.open(path, "rt", newline="") as file:  # for any reader it is one CSV
+        assert [row["seed"] for row in csv.DictReader(file)] == ["1", "1", "2", "2", "3", "3"]
+    damaged = bytearray(whole)
+    damaged[sizes[1] - 6] ^= 1  # the first run's checksum
+    path.write_bytes(damaged)
+    with pytest.raises(SystemExit, match="damaged after byte 0"):
+        stability.append_run(path, rows_of(4, [1]))
+    assert path.read_bytes() == damaged
+
+
+def append_runs(stability, path: Path, seeds: list[int]) -> None:
+    for seed in seeds:
+        stability.append_run(path, rows_of(seed, [seed]))
+
+
+def test_two_processes_append(stability, tmp_path):
+    context, path = multiprocessing.get_context("fork"), tmp_path / "runs.csv.gz"
+    both = [list(range(0, 20)), list(range(30, 9, -1))]  # both have 10 to 19
+    processes = [context.Process(target=append_runs, args=(stability, path, s)) for s in both]
+    with open(path, "wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for process in processes:
+            process.start()
+        processes[0].join(0.5)
+        assert processes[0].is_alive() and path.stat().st_size == 0  # both wait
+        fcntl.flock(lock, fcntl.LOCK_UN)  # explicitly: both have inherited the open file
+    for process in processes:
+        process.join()
+        assert process.exitcode == 0
+    runs = stability.read_runs(path)
+    assert {int(rows[0]["seed"]) for rows in runs.values()} == set(range(31))
+    assert all(len(rows) == 1 for rows in runs.values())
+
+
+@pytest.mark.parametrize("folder", [".", "falling", "annealed", "adaptive"])
+def test_the_published_tables_are_of_the_runs(stability, folder):
+    study = BENCHMARK / "results" / "hterm" / folder
+    runs = [stability.summary(rows) for rows in stability.read_runs(study / "runs.csv.gz").values()]
+    with open(study / "seeds.csv", newline="") as file:
+        assert list(csv.DictReader(file)) == [{k: str(run[k]) for k in run} for run in runs]
+    with open(study / "table.csv", newline="") as file:
+        table = [tuple(row.values())[:4] for row in csv.DictReader(file)]
+    groups = stability.group(runs).items()
+    assert table == [(*of, arm, str(len(arms[arm]))) for of, arms in groups for arm in arms]
+
+
+def test_the_noise_is_read_from_the_entropy(stability, tmp_path):
+    entropy = [2 * (log_std + 0.5 * math.log(2 * math.pi * math.e)) for log_std in (0.0, -1.0)]
+    lines = [f"{100 * (i + 1)},1,losses/entropy,{entropy[i]}" for i in range(2)]
+    (tmp_path / "metrics.csv").write_text("\n".join(["step,seconds,tag,value", *lines]) + "\n")
+    assert stability.log_std(tmp_path)(150) == ""
+    for agent, expected in (({"log_std": torch.zeros(2)}, -0.5), ({"actor.0": torch.ones(1)}, "")):
+        torch.save({"agent": agent}, tmp_path / "last.pt")
+        assert stability.log_std(tmp_path)(150) == expected
 
 
 def fake_finish(stability, monkeypatch, killed: set[int]) -> list[list[str]]:
@@ -173,7 +255,7 @@ def test_a_finished_run_is_never_repeated(stability, monkeypatch, tmp_path, caps
     calls = fake_finish(stability, monkeypatch, killed={1001})
     folders = {"runs_dir": tmp_path / "runs", "results": tmp_path / "results"}
     options = {"seeds": 4, "first_seed": 1000, "total_steps": 1000, "parallel": 1}
-    options |= {"arms": ["base", "memory"]}
+    options |= {"arms": ["base", "hterm"]}
     with pytest.raises(SystemExit, match="killed"):
         stability.main(stability.Options(**options, **folders))
     for expected in (8 + 1, 8 + 1):  # the killed one was begun twice, none of the others
@@ -182,16 +264,16 @@ def test_a_finished_run_is_never_repeated(stability, monkeypatch, tmp_path, caps
     seeds = list(csv.DictReader(open(folders["results"] / "seeds.csv")))
     assert [row["final"] for row in seeds[:4]] == ["2000.0", "2001.0", "2002.0", "2003.0"]
     table = list(csv.DictReader(open(folders["results"] / "table.csv")))
-    assert [row["arm"] for row in table] == ["base", "memory"]
+    assert [row["arm"] for row in table] == ["base", "hterm"]
     assert float(table[1]["variance_ratio"]) == 1 and table[0]["variance_ratio"] == "nan"
     assert (folders["results"] / "Hopper__1000.png").exists()
     before = (folders["results"] / "table.csv").read_bytes()
     capsys.readouterr()
     stability.main(stability.Options(**options, **folders, only_seeds=(1001, 1003)))
     shown = capsys.readouterr().out
-    assert "| base | 3 | 2,002 ± 1 |" in shown and "| memory | 3 | 2,002 ± 1 |" in shown
+    assert "| base | 3 | 2,002 ± 1 |" in shown and "| hterm | 3 | 2,002 ± 1 |" in shown
     assert (folders["results"] / "table.csv").read_bytes() == before
-    options["arms"] = ["memory=ppo_hterm --hterm-coef 0.1"]  # the same name, another command
+    options["arms"] = ["hterm=ppo_hterm --hterm-coef 0.1"]  # the same name, another command
     with pytest.raises(SystemExit, match="of another command"):
         stability.main(stability.Options(**options, **folders))
     for wrong, said in (("nope", "'nope'; allowed is base, "), ("a=nope", "no algos/nope.py")):
@@ -219,19 +301,6 @@ def test_a_folder_is_not_taken_for_another_commands(stability, tmp_path):
     (tmp_path / "b" / "args.json").write_text("{}")
     with pytest.raises(SystemExit, match="b is of a run that no benchmark began"):
         stability.finish(command, tmp_path / "b", "now")
-
-
-def test_the_control_takes_over_the_noise(tmp_path):
-    """Real runs: log_std is that of the saved policy, and `logstd` has it without learning it."""
-    command = [BENCHMARK / "stability.py", "--env", "Pendulum", "--arms", "logstd", "memory"]
-    command += ["--seeds", 1, "--total-steps", 4096, "--evaluations", 1, "--eval-episodes", 1]
-    run(*command, "--runs-dir", tmp_path / "runs", "--results", tmp_path)
-    noise = {}
-    for arm in ("memory", "logstd"):
-        (row,) = csv.DictReader(open(tmp_path / f"Pendulum__4096__{arm}__4000.csv"))
-        noise[arm] = float(row["log_std"])
-    assert noise["logstd"] == pytest.approx(noise["memory"], abs=2e-3)
-    assert f"--log-std-schedule '{noise['memory']:.3f} " in row["command"]
 
 
 # gpu.py: without a GPU it can only be tried out.
