@@ -1,25 +1,22 @@
-"""Advantage actor-critic (A2C): one gradient step of the policy gradient on each short rollout.
+"""Advantage actor-critic (A2C): one step of the policy gradient on each short rollout.
 
-Mnih et al. 2016, arXiv:1602.01783, its synchronous form. With the advantage Â_t, here by GAE
-(Schulman 2016, arXiv:1506.02438), and R_t = Â_t + V(s_t),
+Mnih, Badia, Mirza, Graves, Lillicrap, Harley, Silver, Kavukcuoglu 2016, arXiv:1602.01783, in its
+synchronous form. With the advantage Â_t and the return R_t = Â_t + V(s_t),
 
-    L(θ) = − E[ Â_t log π_θ(a_t|s_t) ] + c_V ½ E[ (V(s_t) − R_t)² ] − c_H E[ H(π(·|s_t)) ]
+    L(θ) = − E[ Â_t log π_θ(a_t|s_t) ]
+           + c_V ½ E[ (V(s_t) − R_t)² ] − c_H E[ H(π(·|s_t)) ]
 
     python algos/a2c.py --env HalfCheetah    continuous actions (Box)
     python algos/a2c.py --env CartPole       discrete actions
 
-What makes it work, each where it stands:
-- `gae`: a truncated episode bootstraps from the value of its true last observation, a terminated
-  one does not; the trace is cut at both.
-- `Normalizer`, `RewardScaler`: running statistics, buffers of the agent, so they are saved with it,
-  frozen at evaluation, and fixed within an iteration.
-- `update`: nothing read back from the device inside.
-- `train`: RMSProp, as in the paper (with Adam a good policy did not stay good on CartPole);
-  learning rate annealed.
-- `Agent`: orthogonal weights, a nearly silent last layer, a standard deviation that does not depend
-  on the state.
-
-A rollout is used once and thrown away; ppo.py shows how to take several steps on it.
+A rollout is used once and thrown away; ppo.py takes many steps on it. What the paper does not have:
+- all environments step together, and one gradient is of all (the paper: asynchronous threads);
+- Â_t is by `gae`; the paper's n-step return is the case λ = 1;
+- observations and rewards are divided by running statistics, saved with the agent, frozen at
+  evaluation and fixed within an iteration;
+- a truncated episode bootstraps from the value of its true last observation (`gae`);
+- orthogonal weights, a last layer of the actor near zero, σ a parameter that no state changes;
+- actor and critic share no layer, gradients are clipped to a norm, c_H is 0.
 """
 
 import math
@@ -28,33 +25,33 @@ from dataclasses import dataclass
 import gymnasium
 import torch
 from torch import Tensor, nn
+from torch.distributions import Categorical, Distribution, Independent, Normal
 
 import vec_envs
 from algos.worker_learner import (
+    Normalizer,
     Result,
+    RewardScaler,
     Run,
     RunArgs,
     Workers,
-    count_learners,
-    flatten,
-    gradient_step,
+    average_gradients,
     parse,
-    var_mean_over_learners,
 )
 
 
 @dataclass
 class Args(RunArgs):
-    """A2C on any environment of vec_envs."""
+    """A2C on any environment."""
 
-    horizon: int = 8
+    num_steps: int = 8
     """steps of each environment in a rollout"""
     learning_rate: float = 1e-3
     """of RMSProp, for actor and critic"""
     anneal: bool = True
     """lower the learning rate linearly to zero"""
-    discount: float = 0.99
-    """γ"""
+    gamma: float = 0.99
+    """γ, the discount factor"""
     gae_lambda: float = 0.95
     """λ of the advantage estimator: 0 trusts the critic, 1 the returns"""
     value_coef: float = 0.5
@@ -70,62 +67,18 @@ class Args(RunArgs):
 
 
 LIMITS = {
-    **dict.fromkeys(("horizon", "hidden_size"), (1, None)),
-    **dict.fromkeys(("discount", "gae_lambda"), (0, 1)),
+    **dict.fromkeys(("num_steps", "hidden_size"), (1, None)),
+    **dict.fromkeys(("gamma", "gae_lambda"), (0, 1)),
     "max_grad_norm": (1e-9, None),
     "initial_log_std": (-10, 10),
 }
 
 # What differs by environment, as in the tables of papers; a flag on the command line wins.
 TUNED = {
-    "CartPole": dict(total_steps=50_000, eval_every=10_000, num_envs=8, horizon=5, discount=0.995,
+    "CartPole": dict(total_steps=50_000, eval_every=10_000, num_envs=8, num_steps=5, gamma=0.995,
                      gae_lambda=0.9),
-    "Acrobot": dict(total_steps=100_000, eval_every=20_000, num_envs=16, horizon=5),
+    "Acrobot": dict(total_steps=100_000, eval_every=20_000, num_envs=16, num_steps=5),
 }  # fmt: skip
-
-
-class Normalizer(nn.Module):
-    """Observations with mean 0 and variance 1, by the statistics of all that was seen."""
-
-    def __init__(self, size: int):
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(size))
-        self.register_buffer("var", torch.ones(size))
-        self.register_buffer("count", torch.tensor(0.0))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return ((x - self.mean) * torch.rsqrt(self.var + 1e-8)).clamp(-10, 10)
-
-    def update(self, x: Tensor) -> None:
-        """Take in all learners' batches x (B, size); Chan's formula for the variance of a union."""
-        x = x.reshape(-1, x.shape[-1])
-        var, mean = var_mean_over_learners(x, 0)
-        size = len(x) * count_learners()
-        total = self.count + size
-        share = size / total
-        between = (mean - self.mean).square() * (1 - share)
-        self.mean.lerp_(mean, share)
-        self.var.lerp_(var + between, share)
-        self.count.copy_(total)
-
-
-class RewardScaler(nn.Module):
-    """Rewards divided by the standard deviation of the discounted return, G ← γ G + r."""
-
-    def __init__(self, num_envs: int, discount: float):
-        super().__init__()
-        self.discount = discount
-        self.register_buffer("discounted_return", torch.zeros(num_envs))
-        self.statistics = Normalizer(1)
-
-    def forward(self, reward: Tensor, done: Tensor) -> Tensor:  # both (T, N)
-        returns = torch.empty_like(reward)
-        for t in range(len(reward)):
-            self.discounted_return.mul_(self.discount).add_(reward[t])
-            returns[t] = self.discounted_return
-            self.discounted_return.masked_fill_(done[t], 0)
-        self.statistics.update(returns.unsqueeze(-1))
-        return (reward * torch.rsqrt(self.statistics.var + 1e-8)).clamp(-10, 10)
 
 
 def mlp(inputs: int, hidden: int, outputs: int, last_gain: float) -> nn.Sequential:
@@ -140,8 +93,8 @@ def mlp(inputs: int, hidden: int, outputs: int, last_gain: float) -> nn.Sequenti
 class Agent(nn.Module):
     """Actor and critic. forward: observation (N, obs_dim) → the environment's action, no noise.
 
-    Continuous: a Gaussian around actor(s) in units where the action range is [−1, 1]; what leaves
-    the range is clipped on its way to the environment only. Discrete: actor(s) are logits.
+    Continuous: a Gaussian around actor(s), where the action range is [−1, 1]; what leaves the range
+    is clipped on its way to the environment only. Discrete: actor(s) are logits.
     """
 
     def __init__(self, observation_space, action_space, args: Args):
@@ -150,7 +103,7 @@ class Agent(nn.Module):
         self.discrete = isinstance(action_space, gymnasium.spaces.Discrete)
         outputs = int(action_space.n) if self.discrete else action_space.shape[0]
         self.normalizer = Normalizer(obs_dim)
-        self.reward_scaler = RewardScaler(args.num_envs, args.discount)
+        self.reward_scaler = RewardScaler(args.num_envs, args.gamma)
         self.actor = mlp(obs_dim, args.hidden_size, outputs, last_gain=0.01)
         self.critic = mlp(obs_dim, args.hidden_size, 1, last_gain=1.0)
         if not self.discrete:
@@ -168,24 +121,13 @@ class Agent(nn.Module):
             return action
         return self.action_center + self.action_scale * action.clamp(-1, 1)
 
-    def sample(self, obs: Tensor) -> Tensor:
-        output = self.actor(self.normalizer(obs))
-        if self.discrete:  # argmax of logits plus Gumbel noise is a draw from the softmax
-            return (output - torch.empty_like(output).exponential_().log()).argmax(-1)
-        return output + self.log_std.exp() * torch.randn_like(output)
-
-    def log_prob_entropy(self, x: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
-        """log π(a|s) and the entropy of π(·|s), each (...), for normalised observations x."""
+    def policy(self, x: Tensor) -> Distribution:
+        """π(·|s) for normalised observations x (..., obs_dim)."""
         output = self.actor(x)
         if self.discrete:
-            log_probs = output.log_softmax(-1)
-            log_prob = log_probs.gather(-1, action.unsqueeze(-1)).squeeze(-1)
-            return log_prob, -(log_probs.exp() * log_probs).sum(-1)
-        log_std = self.log_std
-        z = (action - output) * (-log_std).exp()
-        normalization = (log_std + 0.5 * math.log(2 * math.pi)).sum()
-        log_prob = -0.5 * z.square().sum(-1) - normalization
-        return log_prob, (normalization + 0.5 * z.shape[-1]).expand_as(log_prob)
+            return Categorical(logits=output, validate_args=False)
+        normal = Normal(output, self.log_std.exp().expand_as(output), validate_args=False)
+        return Independent(normal, 1, validate_args=False)  # log π(a|s): the sum over dimensions
 
     def value(self, x: Tensor) -> Tensor:  # (..., obs_dim) -> (...)
         return self.critic(x).squeeze(-1)
@@ -193,15 +135,15 @@ class Agent(nn.Module):
 
 @torch.no_grad()
 def collect(agent: Agent, envs: vec_envs.VecEnv, rollout: dict[str, Tensor]) -> None:
-    """T steps of the present policy in every env."""
+    """T steps of the present policy in every environment."""
     for t in range(len(rollout["obs"])):
         obs = envs.obs
-        action = agent.sample(obs)
+        action = agent.policy(agent.normalizer(obs)).sample()
         rollout["obs"][t] = obs
         rollout["action"][t] = action
         _, reward, terminated, truncated, info = envs.step(agent.to_env(action))
         rollout["reward"][t] = reward
-        rollout["next_obs"][t] = info["final_obs"]
+        rollout["next_obs"][t] = info["final_obs"]  # the true one, at an episode's end too
         rollout["terminated"][t] = terminated
         rollout["done"][t] = terminated | truncated
         rollout["episode_return"][t] = info["episode_return"]
@@ -214,22 +156,12 @@ def gae(reward, value, next_value, terminated, done, args: Args) -> Tensor:
     δ_t = r_t + γ (1 − terminated_t) V(s'_t) − V(s_t)      s'_t: the true next observation
     Â_t = δ_t + γ λ (1 − done_t) Â_{t+1}
     """
-    delta = reward + args.discount * next_value * ~terminated - value
-    decay = args.discount * args.gae_lambda * (~done).to(delta)
+    delta = reward + args.gamma * next_value * ~terminated - value
+    decay = args.gamma * args.gae_lambda * (~done).to(delta)
     advantage, following = torch.empty_like(delta), torch.zeros_like(delta[0])
     for t in reversed(range(len(delta))):
         advantage[t] = following = delta[t] + decay[t] * following
     return advantage
-
-
-def policy_loss(log_prob: Tensor, advantage: Tensor) -> Tensor:
-    """− E[ Â log π(a|s) ]"""
-    return -(log_prob * advantage).mean()
-
-
-def value_loss(value: Tensor, returns: Tensor) -> Tensor:
-    """½ E[ (V − R)² ]"""
-    return 0.5 * (value - returns).square().mean()
 
 
 @torch.no_grad()
@@ -237,9 +169,8 @@ def prepare(agent: Agent, rollout: dict[str, Tensor], args: Args) -> dict[str, T
     """What the loss needs of each transition, (T·N, ...)."""
     obs = agent.normalizer(rollout["obs"])
     value, next_value = agent.value(obs), agent.value(agent.normalizer(rollout["next_obs"]))
-    done = rollout["done"]
-    reward = agent.reward_scaler(rollout["reward"], done)
-    advantage = gae(reward, value, next_value, rollout["terminated"], done, args)
+    reward = agent.reward_scaler(rollout["reward"], rollout["done"])
+    advantage = gae(reward, value, next_value, rollout["terminated"], rollout["done"], args)
     batch = {
         "obs": obs,
         "action": rollout["action"],
@@ -249,26 +180,47 @@ def prepare(agent: Agent, rollout: dict[str, Tensor], args: Args) -> dict[str, T
     return {name: tensor.flatten(0, 1) for name, tensor in batch.items()}
 
 
-def batch_loss(agent: Agent, batch: dict[str, Tensor], args: Args) -> tuple[Tensor, dict]:
-    """The loss of a rollout, and what to log of it."""
-    log_prob, entropy = agent.log_prob_entropy(batch["obs"], batch["action"])
+def policy_loss(log_prob: Tensor, advantage: Tensor) -> Tensor:
+    """− E[ Â log π(a|s) ], whose gradient is the policy gradient, − E[ Â ∇ log π(a|s) ].
+
+    Â is a constant in it: `prepare` has computed it without a gradient.
+    """
+    return -(log_prob * advantage).mean()
+
+
+def value_loss(value: Tensor, returns: Tensor) -> Tensor:
+    """½ E[ (V − R)² ]"""
+    return 0.5 * (value - returns).square().mean()
+
+
+def a2c_loss(agent: Agent, batch: dict[str, Tensor], args: Args) -> tuple[Tensor, dict]:
+    """L(θ) of the rollout, and what to log of it."""
+    policy = agent.policy(batch["obs"])
     losses = {
-        "policy": policy_loss(log_prob, batch["advantage"]),
+        "policy": policy_loss(policy.log_prob(batch["action"]), batch["advantage"]),
         "value": value_loss(agent.value(batch["obs"]), batch["returns"]),
-        "entropy": entropy.mean(),
+        "entropy": policy.entropy().mean(),
     }
-    total = losses["policy"] + args.value_coef * losses["value"]
-    total = total - args.entropy_coef * losses["entropy"]
-    return total, losses
+    loss = losses["policy"] + args.value_coef * losses["value"]
+    loss = loss - args.entropy_coef * losses["entropy"]
+    return loss, losses
 
 
-def update(agent: Agent, optimizer, rollout, loss_gradient, args: Args) -> dict[str, Tensor]:
-    """One gradient step -> each logged quantity."""
+def update(agent: Agent, optimizer, rollout, a2c_loss, args: Args) -> dict[str, Tensor]:
+    """One gradient step on all of a rollout -> each logged quantity."""
     batch = prepare(agent, rollout, args)
-    gradient, _, losses = loss_gradient(agent, batch, args)
-    losses["gradient_norm"] = gradient_step(gradient, optimizer, args.max_grad_norm)
+    # A single step: with the next weights the rollout would be another policy's.
+    loss, losses = a2c_loss(agent, batch, args)
+    optimizer.zero_grad()
+    loss.backward()
+    average_gradients(agent)
+    norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
+    optimizer.step()
     agent.normalizer.update(rollout["obs"])  # last, so that all of the above saw one normaliser
-    return losses
+    unexplained = batch["advantage"].var(correction=0)  # R − V_old = Â
+    unexplained = unexplained / (batch["returns"].var(correction=0) + 1e-8)
+    losses = {name: x.detach() for name, x in losses.items()} | {"grad_norm": norm}
+    return losses | {"explained_variance": 1 - unexplained}
 
 
 def train(args: Args) -> Result:
@@ -276,10 +228,10 @@ def train(args: Args) -> Result:
     args = run.args
     workers = Workers(run, collect)
     agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
-    weights = flatten(agent)  # all parameters, now views of one vector
-    optimizer = torch.optim.RMSprop([weights], args.learning_rate, eps=1e-5)
-    workers.start(agent, args.horizon)
-    loss_gradient = run.gradient(batch_loss, agent)
+    # RMSProp as in the paper: with Adam a good policy did not stay good on CartPole.
+    optimizer = torch.optim.RMSprop(agent.parameters(), args.learning_rate, eps=1e-5)
+    loss_function = run.compile(a2c_loss)
+    workers.start(agent, args.num_steps)
     step = run.start(agent=agent, optimizer=optimizer, workers=workers)
 
     while step < args.total_steps:
@@ -287,8 +239,8 @@ def train(args: Args) -> Result:
             left = 1 - step / args.total_steps
             optimizer.param_groups[0]["lr"] = args.learning_rate * left
         rollout = workers.collect()
-        step += args.horizon * args.num_envs * run.learners
-        losses = update(agent, optimizer, rollout, loss_gradient, args)
+        step += args.num_steps * args.num_envs * run.world_size
+        losses = update(agent, optimizer, rollout, loss_function, args)
 
         run.log_episodes(step, rollout)
         run.log(step, losses, learning_rate=optimizer.param_groups[0]["lr"])

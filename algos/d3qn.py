@@ -1,88 +1,74 @@
-"""Dueling double DQN with prioritised replay (D3QN): dqn.py plus three things.
+"""Dueling double DQN with prioritised replay (D3QN): dqn.py plus four things.
 
 1. Dueling (Wang et al. 2016, arXiv:1511.06581): a value and advantages instead of Q itself, so that
    every transition teaches what the state is worth, whichever action was taken,
-       Q(s, a) = V(s) + A(s, a) − mean_b A(s, b)              V, A: a layer each, all else shared
-2. Double Q-learning (van Hasselt, Guez, Silver 2016, arXiv:1509.06461), here always:
+       Q(s, a) = V(s) + A(s, a) − mean_b A(s, b)
+2. Double Q-learning (van Hasselt, Guez, Silver 2016, arXiv:1509.06461): Q chooses, Q̄ evaluates,
        y = r + γ (1 − terminated) Q̄(s', argmax_a Q(s', a))
 3. Prioritised replay (Schaul et al. 2016, arXiv:1511.05952): transition i is drawn with
-   P(i) ∝ (|δ_i| + ε)^α, δ = Q(s, a) − y when it was last seen, and weighted to make up for that,
-       L(θ) = E[ w_i h(δ_i) ],   w_i = (size · P(i))^−β / max w,   β annealed to 1
+   P(i) ∝ |δ_i|^α, δ = Q(s, a) − y when it was last drawn, and has the importance weight
+       w_i = (size · P(i))^−β / max_j w_j,   β annealed to 1,   in   L(θ) = E[ w_i h(δ_i) ]
+4. Temporally extended ε-greedy (Dabney, Ostrovski, Barreto 2021, arXiv:2006.01782): a random action
+   is repeated for some steps. Single random actions do not climb MountainCar's hill.
 
-    python algos/d3qn.py --env CartPole            an environment of vec_envs
-    python algos/d3qn.py --env LunarLander-v3      a Gymnasium id
+    python algos/d3qn.py --env MountainCar        an environment of vec_envs
+    python algos/d3qn.py --env LunarLander-v3     a Gymnasium id
 
-What makes it work, each where it stands:
-- `collect`, `epsilon_at`: ε-greedy, ε annealed by the step; a buffer of the agent, so worker
-  processes see it as well. With --exploration-length a random action is kept for some steps
-  (Dabney, Ostrovski, Barreto 2021, arXiv:2006.01782): single ones do not climb MountainCar's hill.
-- `td_target`: a truncated episode bootstraps from its true last observation, a terminated one does
-  not. With --n-step the reward is r_0 + γ r_1 + … of n steps, which an episode's end cuts short.
-- `update`: the gradient is clipped.
-- `QNetwork`, `td_target`, `q_loss`, `update`: the three things; `diff algos/dqn.py algos/d3qn.py`.
-- `train`: Q̄ follows, a little each time (θ̄ ← θ̄ + τ (θ − θ̄)) or all the way every so often
-  (--polyak 1 --target-every 500). The number of updates follows the transitions collected, however
-  many environments there are. Mnih's rhythm, one environment and an update every fourth step, is
-  --num-envs 1 --horizon 4 --utd-ratio 0.25.
+What differs from dqn.py, in this order: `QNetwork`; `q_loss`; `prioritized` in `Args`; `collect`.
+What differs from the papers, besides what dqn.py names: V and A have one layer each, and their
+gradients are not rescaled (Wang); a repetition's length is geometric with mean L, not zeta, and an
+episode's end cuts it; ε is the part of steps that are random, not of decisions (Dabney).
 """
 
 import copy
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import vec_envs
 from algos.worker_learner import (
-    ReplayArgs,
+    Normalizer,
     ReplayBuffer,
     Result,
     Run,
+    TransitionArgs,
     Workers,
-    count_learners,
-    flatten,
-    gradient_step,
+    average_gradients,
     parse,
-    var_mean_over_learners,
 )
 
 
 @dataclass
-class Args(ReplayArgs):
+class Args(TransitionArgs):
     """D3QN on any environment with discrete actions."""
 
     env: str = "CartPole"
     num_envs: int = 8
-    horizon: int = 1
+    prioritized: bool = True
+    num_steps: int = 1
     """steps of each environment between updates"""
     utd_ratio: float = 0.25
     """updates per transition collected"""
     batch_size: int = 128
     """transitions of one gradient step"""
     buffer_size: int = 100_000
-    """transitions kept for replay"""
+    """transitions in the replay buffer"""
     warmup_steps: int = 1000
     """steps before the first update"""
-    n_step: int = 1
-    """rewards summed before Q̄ stands for the rest"""
     learning_rate: float = 1e-3
     """of Adam, annealed linearly to zero"""
-    discount: float = 0.99
-    """γ"""
-    priority_exponent: float = 0.6
-    """α: 0 draws all transitions alike, 1 in proportion to their error"""
-    importance_exponent: float = 0.4
-    """β in the beginning; 1, in the end, makes up for all of the unequal drawing"""
-    polyak: float = 0.01
-    """τ: how far the target network moves towards Q each time"""
-    target_every: int = 1
-    """updates between two such moves of the target network"""
+    gamma: float = 0.99
+    """γ, the discount factor"""
+    tau: float = 0.01
+    """τ: how far the target network moves towards Q at each update"""
     final_epsilon: float = 0.05
-    """ε in the end: how often the action is a random one"""
+    """ε in the end: the probability of a random action"""
     exploration_fraction: float = 0.2
     """part of the run during which ε goes from 1 to --final-epsilon"""
     exploration_length: float = 1.0
-    """steps for which a random action is kept, in the mean"""
+    """L: for how many steps a random action is repeated, in the mean"""
     max_grad_norm: float = 10.0
     """gradients longer than this are shortened to it"""
     hidden_size: int = 128
@@ -90,66 +76,39 @@ class Args(ReplayArgs):
 
 
 LIMITS = {
-    **dict.fromkeys(("horizon", "batch_size", "buffer_size", "n_step", "hidden_size"), (1, None)),
-    "target_every": (1, None),
-    **dict.fromkeys(("discount", "polyak", "final_epsilon", "exploration_fraction"), (0, 1)),
-    **dict.fromkeys(("priority_exponent", "importance_exponent"), (0, 1)),
+    **dict.fromkeys(("num_steps", "batch_size", "buffer_size", "hidden_size"), (1, None)),
+    **dict.fromkeys(("gamma", "tau", "final_epsilon", "exploration_fraction"), (0, 1)),
     "exploration_length": (1, None),
     "max_grad_norm": (1e-9, None),
 }
 
-# What differs by environment, as in the tables of papers; a flag on the command line wins.
+# What differs by environment; a flag on the command line wins.
 TUNED = {
     "CartPole": dict(total_steps=50_000, eval_every=10_000, n_step=10),
     "Acrobot": dict(total_steps=100_000, eval_every=20_000, n_step=3, utd_ratio=1.0,
-                    hidden_size=256, polyak=0.005, exploration_length=10),
+                    hidden_size=256, tau=0.005, exploration_length=10),
     "MountainCar": dict(total_steps=120_000, eval_every=20_000, n_step=10, utd_ratio=0.5,
                         exploration_length=20),
     "LunarLander-v3": dict(total_steps=300_000, eval_every=50_000, n_step=5),
 }  # fmt: skip
 
 
-class Normalizer(nn.Module):
-    """Observations with mean 0 and variance 1, by the statistics of all that was seen."""
-
-    def __init__(self, size: int):
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(size))
-        self.register_buffer("var", torch.ones(size))
-        self.register_buffer("count", torch.tensor(0.0))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return ((x - self.mean) * torch.rsqrt(self.var + 1e-8)).clamp(-10, 10)
-
-    def update(self, x: Tensor) -> None:
-        """Take in all learners' batches x (B, size); Chan's formula for the variance of a union."""
-        x = x.reshape(-1, x.shape[-1])
-        var, mean = var_mean_over_learners(x, 0)
-        size = len(x) * count_learners()
-        total = self.count + size
-        share = size / total
-        between = (mean - self.mean).square() * (1 - share)
-        self.mean.lerp_(mean, share)
-        self.var.lerp_(var + between, share)
-        self.count.copy_(total)
-
-
 class QNetwork(nn.Module):
-    """Normalised observations (..., obs_dim) → Q of every action (..., num_actions).
+    """Q(s, a) = V(s) + A(s, a) − mean_b A(s, b): without the mean, V could be anything."""
 
-    Q(s, a) = V(s) + A(s, a) − mean_b A(s, b): without the mean, V could be anything.
-    """
-
-    def __init__(self, obs_dim: int, num_actions: int, hidden: int):
+    def __init__(self, obs_dim: int, hidden: int, num_actions: int):
         super().__init__()
-        self.first = nn.Linear(obs_dim, hidden)
-        self.second = nn.Linear(hidden, hidden)
-        self.last = nn.Linear(hidden, 1 + num_actions)  # V and A
+        self.features = nn.Sequential(
+            *(nn.Linear(obs_dim, hidden), nn.ReLU(inplace=True)),
+            *(nn.Linear(hidden, hidden), nn.ReLU(inplace=True)),
+        )
+        self.value = nn.Linear(hidden, 1)
+        self.advantage = nn.Linear(hidden, num_actions)
 
     def forward(self, x: Tensor) -> Tensor:
-        both = self.last(self.second(self.first(x).relu()).relu())
-        value, advantage = both[..., :1], both[..., 1:]
-        return value + advantage - advantage.mean(-1, keepdim=True)
+        features = self.features(x)
+        advantage = self.advantage(features)
+        return self.value(features) + advantage - advantage.mean(-1, keepdim=True)
 
 
 class Agent(nn.Module):
@@ -159,10 +118,9 @@ class Agent(nn.Module):
         super().__init__()
         obs_dim, self.num_actions = observation_space.shape[0], int(action_space.n)
         self.normalizer = Normalizer(obs_dim)
-        self.q_network = QNetwork(obs_dim, self.num_actions, args.hidden_size)
-        self.register_buffer("epsilon", torch.tensor(1.0))
-        self.register_buffer("kept", torch.zeros(args.num_envs))  # 1 + random action, or 0: none
+        self.q_network = QNetwork(obs_dim, args.hidden_size, self.num_actions)
         self.exploration_length = args.exploration_length
+        self.register_buffer("epsilon", torch.tensor(1.0))  # a buffer: workers see it change
 
     def forward(self, obs: Tensor) -> Tensor:
         return self.q_network(self.normalizer(obs)).argmax(-1)
@@ -170,27 +128,28 @@ class Agent(nn.Module):
 
 @torch.no_grad()
 def collect(agent: Agent, envs: vec_envs.VecEnv, rollout: dict[str, Tensor]) -> None:
-    """T steps of every env; in a part ε of them the action is a random one, else the best.
+    """T steps in every environment, ε-greedy, where a random action is repeated.
 
-    A random action is kept with probability 1 − 1/L, L = --exploration-length. One begins with
-    probability p = ε / (ε + L (1 − ε)): then p L / (p L + 1 − p) = ε of the steps are random.
+    It is repeated with probability 1 − 1/L until the episode ends. One begins with probability
+    p = ε / (ε + L (1 − ε)): then p L / (p L + 1 − p) = ε of the steps are random.
     """
     epsilon, length = agent.epsilon, agent.exploration_length
-    draws = torch.rand(rollout["action"].shape, device=envs.device)  # (T, N)
-    begins = draws < epsilon / (epsilon + length * (1 - epsilon))
-    new = torch.randint_like(draws, 1, agent.num_actions + 1) * begins  # 1 + action, or 0: none
-    stays = torch.rand_like(draws) > 1 / length
+    begin_probability = epsilon / (epsilon + length * (1 - epsilon))
     for t in range(len(rollout["obs"])):
         obs = envs.obs
-        kept = rollout["kept"][t - 1]  # before 0: the last rollout's
-        kept = torch.where(stays[t] & (kept > 0), kept, new[t])
-        rollout["kept"][t] = kept
-        action = torch.where(kept > 0, kept.long() - 1, agent(obs))
+        random_action = torch.randint_like(rollout["action"][t], agent.num_actions)
+        begin = torch.rand_like(rollout["reward"][t]) < begin_probability
+        repeat = torch.rand_like(rollout["reward"][t]) < 1 - 1 / length
+        # only what began in this episode; at t = 0 row −1 is the last step of the rollout before
+        repeat &= rollout["random"][t - 1].bool() & ~rollout["done"][t - 1]
+        action = torch.where(begin, random_action, agent(obs))
+        action = torch.where(repeat, rollout["action"][t - 1], action)
+        rollout["random"][t] = begin | repeat
         rollout["obs"][t] = obs
         rollout["action"][t] = action
         _, reward, terminated, truncated, info = envs.step(action)
         rollout["reward"][t] = reward
-        rollout["next_obs"][t] = info["final_obs"]
+        rollout["next_obs"][t] = info["final_obs"]  # the true one, at an episode's end too
         rollout["terminated"][t] = terminated
         rollout["done"][t] = terminated | truncated
         rollout["episode_return"][t] = info["episode_return"]
@@ -203,32 +162,36 @@ def epsilon_at(step: int, args: Args) -> float:
     return max(1 - (1 - args.final_epsilon) * progress, args.final_epsilon)
 
 
-@torch.no_grad()
-def td_target(agent: Agent, target_network: QNetwork, batch, args: Args) -> Tensor:
-    """y = r + γ (1 − terminated) Q̄(s', argmax_a Q(s', a)), (B,); r and γ are of n steps."""
-    next_obs = agent.normalizer(batch["next_obs"])
-    next_q = target_network(next_obs)
-    chooser = agent.q_network(next_obs)  # double Q: this line
-    next_value = next_q.gather(-1, chooser.argmax(-1, keepdim=True)).squeeze(-1)
-    return batch["reward"] + batch["discount"] * ~batch["terminated"] * next_value
-
-
-def q_loss(agent: Agent, target_network, batch, args: Args) -> tuple[Tensor, Tensor, Tensor]:
-    """E[ w h( Q(s, a) − y ) ] of one batch, Q(s, a) and the TD errors, (B,)."""
-    q = agent.q_network(agent.normalizer(batch["obs"]))
+def q_loss(agent: Agent, target: nn.Module, batch: dict, args: Args) -> tuple[Tensor, ...]:
+    """E[ w h( Q(s, a) − y ) ] with importance weights w; Q(s, a) and the TD errors, each (B,)."""
+    with torch.no_grad():
+        next_obs = agent.normalizer(batch["next_obs"])
+        best = agent.q_network(next_obs).argmax(-1, keepdim=True)
+        next_value = target(next_obs).gather(-1, best).squeeze(-1)
+        y = batch["reward"] + batch["discount"] * ~batch["terminated"] * next_value
+    q = agent.q_network(agent.normalizer(batch["obs"]))  # (B, num_actions)
     q = q.gather(-1, batch["action"].unsqueeze(-1)).squeeze(-1)
-    y = td_target(agent, target_network, batch, args)
-    loss = (batch["weight"] * nn.functional.smooth_l1_loss(q, y, reduction="none")).mean()
-    return loss, q, (q - y).abs()
+    loss = (batch["weight"] * F.smooth_l1_loss(q, y, reduction="none")).mean()
+    return loss, q.detach(), (q - y).detach()
 
 
-def update(agent: Agent, target_network, optimizer, replay, loss_gradient, args: Args) -> dict:
-    """One gradient step on a batch from the replay buffer -> what to log."""
-    batch = replay.sample(args.batch_size)
-    gradient, loss, q, td_error = loss_gradient(agent, target_network, batch, args)
-    replay.update_priorities(batch["index"], td_error)
-    norm = gradient_step(gradient, optimizer, args.max_grad_norm)
-    return {"q_loss": loss, "q_value": q, "gradient_norm": norm}
+@torch.no_grad()
+def soft_update(target: nn.Module, network: nn.Module, tau: float) -> None:
+    """θ̄ ← (1 − τ) θ̄ + τ θ"""
+    for theirs, ours in zip(target.parameters(), network.parameters(), strict=True):
+        theirs.lerp_(ours, tau)
+
+
+def update(agent: Agent, target: nn.Module, optimizer, q_loss, batch: dict, args: Args):
+    """One step of the Q-network -> what to log, the TD errors (B,)."""
+    loss, q, td_error = q_loss(agent, target, batch, args)  # compiled where --compile says so
+    optimizer.zero_grad()
+    loss.backward()
+    average_gradients(agent.q_network)
+    norm = nn.utils.clip_grad_norm_(agent.q_network.parameters(), args.max_grad_norm)
+    optimizer.step()
+    soft_update(target, agent.q_network, args.tau)
+    return {"q": loss, "q_value": q.mean(), "grad_norm": norm}, td_error
 
 
 def train(args: Args) -> Result:
@@ -236,43 +199,33 @@ def train(args: Args) -> Result:
     args = run.args
     workers = Workers(run, collect, "discrete", ahead=True)
     agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
-    target_network = copy.deepcopy(agent.q_network)
-    weights, target_weights = flatten(agent), flatten(target_network).detach()
-    learning_rate = torch.tensor(args.learning_rate, device=run.device)
-    optimizer = torch.optim.Adam([weights], learning_rate, fused=True)
-    rollout = workers.start(agent, args.horizon, kept=())
-    empty = {name: tensor for name, tensor in rollout.items() if name != "kept"}
-    replay = ReplayBuffer(
-        run, empty, args.buffer_size, n_step=args.n_step, discount=args.discount,
-        prioritized=True, priority_exponent=args.priority_exponent,
-    )  # fmt: skip
-    loss_gradient = run.gradient(q_loss, agent)
-    state = {"target": target_network, "optimizer": optimizer, "replay": replay}
-    step = run.start(agent=agent, workers=workers, **state)
-    rollout["kept"][-1] = agent.kept  # of a resumed run
+    target = copy.deepcopy(agent.q_network).requires_grad_(False)
+    optimizer = torch.optim.Adam(agent.q_network.parameters(), args.learning_rate, fused=True)
+    loss_function = run.compile(q_loss)
+    rollout = workers.start(agent, args.num_steps, random=())
+    replay = ReplayBuffer(run, rollout, args.buffer_size)
+    step = run.start(
+        agent=agent, target=target, optimizer=optimizer, workers=workers, replay=replay
+    )
 
     losses: dict[str, Tensor] = {}  # of the last update
     while step < args.total_steps:
         agent.epsilon.fill_(epsilon_at(step, args))
         left = 1 - step / args.total_steps
-        optimizer.param_groups[0]["lr"].fill_(args.learning_rate * left)
-        replay.importance_exponent = 1 - (1 - args.importance_exponent) * left
+        optimizer.param_groups[0]["lr"] = args.learning_rate * left
         rollout = workers.collect()
-        agent.kept.copy_(rollout["kept"][-1])
         replay.add(rollout)
         agent.normalizer.update(rollout["obs"])
-        before, step = step, step + args.horizon * args.num_envs * run.learners
-
+        before, step = step, step + args.num_steps * args.num_envs * run.world_size
         if step >= args.warmup_steps and len(replay) >= min(args.warmup_steps, args.buffer_size):
-            for number in range(int(before * args.utd_ratio), int(step * args.utd_ratio)):
-                losses = update(agent, target_network, optimizer, replay, loss_gradient, args)
-                if number % args.target_every == 0:
-                    target_weights.lerp_(weights.detach(), args.polyak)
+            for _ in range(int(before * args.utd_ratio), int(step * args.utd_ratio)):
+                batch = replay.sample(args.batch_size)
+                losses, td_error = update(agent, target, optimizer, loss_function, batch, args)
+                replay.update_priorities(batch["index"], td_error)
 
         run.log_episodes(step, rollout)
         if step // args.log_every > before // args.log_every:
-            means = {name: value.mean() for name, value in losses.items()}
-            run.log(step, means, replay_size=len(replay), policy_lag=workers.policy_lag)
+            run.log(step, losses, replay_size=len(replay), policy_lag=workers.policy_lag)
         run.evaluate(step)
         run.checkpoint(step)
     return run.finish(step)

@@ -1,108 +1,88 @@
 """DDPG with the Hamiltonian term (H-term): ddpg.py plus a policy gradient along K-step windows.
 
-Unroll the Bellman equation and read each (state, action) as a spin: H(π) is minus the expected
-K-step return, and its minimum is the best policy (Liu & Fang 2020; Liu, Li, Wu, Wang 2023,
-"Stationary Deep RL with Quantum K-spin Hamiltonian Regularization"). The actor of DDPG sees single
-states through the critic; the H-term shows it what K actions in a row led to. A deterministic
-policy has no density, so what is differentiated is the one that explores, π = N(μ(s), σ²). Windows
-come from the newest part of the replay buffer; x is an action before it is cut to [−1, 1], b the
-policy that drew it, m_j is 1 until an episode ends, V̄(s) = Q̄(s, μ̄(s)):
+Liu & Fang 2020 (NeurIPS workshop); Liu, Li, Wu, Wang 2023, "Stationary Deep RL with Quantum K-spin
+Hamiltonian Regularization" (ICLR workshop). A (state, action) is read as a spin, and the energy H
+is minus the expected K-step return. The actor of DDPG sees single states through the critic;
+the H-term shows it what K actions in a row led to. Windows are K steps in a row from the newest
+part of the replay buffer; u is the action before it is clipped, b the policy that drew it, m_j is 1
+until an episode ends, V̄(s) = Q̄(s, μ̄(s)):
 
-    δ_j  = r_j + γ (1 − terminated_j) V̄(s_{j+1}) − V̄(s_j)
-    w_j  = min(1, exp Σ_{i≤j} log π(x_i|s_i)/b(x_i|s_i))
-    g_i  = Σ_{j≥i} γ^j m_j w_j δ_j                w, δ, g without gradient; ĝ: scaled, at least −1
-    L_H  = 1/(2Σm) Σ m_i ĝ_i ‖ x_i − μ(s_i) ‖²                      = − Σ m ĝ log π, up to scale
-    L    = L(μ) / mean|Q| + λ L_H          λ falls linearly to 0; λ ‖∇L_H‖ at most ¼ of the other
+    δ_j = r_j + γ (1 − terminated_j) V̄(s_{j+1}) − V̄(s_j)
+    w_j = min( 1, exp Σ_{i≤j} log π(u_i|s_i)/b(u_i|s_i) )      π = N(μ(s), σ²), which explores
+    g_i = Σ_{j≥i} γ^j m_j w_j δ_j                       w, δ and g have no gradient
+    ĝ   = max( −1, g / rms(g) )                         rms: root of a running mean square
+    L_H = 1/(2Σm) Σ m_i ĝ_i ‖ u_i − μ(s_i) ‖²           = − σ²/Σm Σ m_i ĝ_i log π(u_i|s_i) + const.
+    L   = L(μ) / mean|Q| + λ L_H        λ falls linearly to 0; λ ‖∇L_H‖ is at most ¼ of the other
 
-Without the bounds of w and ĝ, ∇L_H is, up to scale and after warm-up, that of −J_K, the expected
-K-step return that V̄ bootstraps. With λ = 0 the run is ddpg.py's, bit for bit. Of the scale, 1/σ² is
-left out: with σ = 0.1 --hterm-coef 12.5 puts it back, as far as the cap lets it. No effect is shown
-on Hopper (five seeds, 100 k steps): the variance between seeds was 1.4 × ddpg.py's [0.01, 11], p =
-0.68, the interquartile mean 652 beside 883 (difference −232 [−717, 367]), at 1.7 times the time.
+    python algos/ddpg_hterm.py --env Hopper
 
-    python algos/ddpg_hterm.py --env Hopper     `diff algos/ddpg.py algos/ddpg_hterm.py`: the lesson
-
-With --noise ou, x is without the noise carried over from before: that is the environment's.
-
-The other form, self-imitation, is sac_hterm.py's: it showed nothing there and was not tried here.
+What differs from ddpg.py: `collect` stores u and log b; `hamiltonian_term`; `update` adds its
+gradient. With λ = 0 the run is ddpg.py's, bit for bit. What differs from the paper: TD errors, not
+rewards; importance weights; recent windows, not the best episodes; no window past an episode's end;
+λ falls; the cap. No effect on the return is shown so far (benchmark/results/hterm).
 """
 
 import copy
 import math
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributions import Normal
 
 import vec_envs
 from algos.worker_learner import (
-    ReplayArgs,
     ReplayBuffer,
     Result,
     Run,
+    TransitionArgs,
     UserError,
     Workers,
-    flatten,
-    gradient_step,
+    average_gradients,
     mean_over_learners,
     parse,
 )
 
 
 @dataclass
-class Args(ReplayArgs):
-    """DDPG with the H-term on any environment of vec_envs with continuous actions."""
+class Args(TransitionArgs):
+    """DDPG with the H-term on any environment with continuous actions."""
 
     env: str = "HalfCheetah"
     num_envs: int = 4
-    horizon: int = 1
+    num_steps: int = 1
     """steps of each environment between updates"""
     utd_ratio: float = 1.0
     """updates per transition collected"""
     batch_size: int = 256
     """transitions of one gradient step"""
     buffer_size: int = 1_000_000
-    """transitions kept for replay"""
+    """transitions in the replay buffer"""
     warmup_steps: int = 10_000
     """steps with uniformly random actions, before the first update"""
     learning_rate: float = 1e-3
-    """of Adam, for actor and critic"""
-    discount: float = 0.99
-    """γ"""
-    polyak: float = 0.005
-    """τ: how far the target networks move at each update"""
-    noise: Literal["gaussian", "ou"] = "gaussian"
-    """exploration: independent noise, or an Ornstein–Uhlenbeck process ε ← (1 − θ) ε + σ N(0, 1)"""
+    """of Adam, for every network"""
+    gamma: float = 0.99
+    """γ, the discount factor"""
+    tau: float = 0.005
+    """τ: how far the target networks move at each of their updates"""
     exploration_noise: float = 0.1
-    """σ, in units of half the action range"""
-    noise_decay: float = 0.15
-    """θ of the Ornstein–Uhlenbeck process: how fast it forgets"""
-    n_step: int = 1
-    """rewards summed before the target networks are asked"""
-    prioritized: bool = False
-    """replay in proportion to the TD error (Schaul 2016) instead of uniformly"""
-    reward_scale: float = 1.0
-    """factor of all rewards"""
-    max_grad_norm: float = 0.0
-    """gradients longer than this are shortened to it (0: never)"""
+    """σ of the noise on actions, in units of half the action range"""
     hidden_size: int = 256
     """width of the two hidden layers of actor and critic"""
-    bf16: bool = False
-    """matrix products of the losses (not for ∂Q/∂a) in bfloat16, where fast; may cost return"""
     hterm_coef: float = 0.125
     """λ at first, weight of the H-term (0: ddpg.py)"""
     hterm_length: int = 8
-    """K, steps of a window; there are as many windows as make a batch"""
+    """K, steps of a window; there are batch_size / K windows"""
     hterm_newest: int = 1000
-    """windows are from so many of the last steps; the policy has left older ones: their w is 0"""
+    """windows are from so many of the newest transitions: of older ones w is about 0"""
 
 
 LIMITS = {
-    **dict.fromkeys(("horizon", "batch_size", "buffer_size", "n_step", "hidden_size"), (1, None)),
-    **dict.fromkeys(("discount", "polyak", "noise_decay"), (0, 1)),
+    **dict.fromkeys(("num_steps", "batch_size", "buffer_size", "hidden_size"), (1, None)),
+    **dict.fromkeys(("gamma", "tau"), (0, 1)),
     **dict.fromkeys(("hterm_length", "hterm_newest"), (1, None)),
-    "exploration_noise": (1e-3, None),  # the H-term's density needs some
+    "exploration_noise": (1e-3, None),  # σ: the H-term needs a density
 }
 
 # What differs by environment; a flag on the command line wins.
@@ -110,7 +90,6 @@ TUNED = {"Pendulum": dict(total_steps=10_000, warmup_steps=1000)}
 
 
 def mlp(inputs: int, hidden: int, outputs: int) -> nn.Sequential:
-    """inputs → hidden → hidden → outputs, ReLU."""
     return nn.Sequential(
         *(nn.Linear(inputs, hidden), nn.ReLU(inplace=True)),
         *(nn.Linear(hidden, hidden), nn.ReLU(inplace=True)),
@@ -118,82 +97,77 @@ def mlp(inputs: int, hidden: int, outputs: int) -> nn.Sequential:
     )
 
 
-class Agent(nn.Module):
-    """Actor and critic. forward: observation (N, obs_dim) → the environment's action, no noise.
+class Actor(nn.Module):
+    """μ(s). forward: observation (B, obs_dim) → action in [−1, 1]."""
 
-    All of the policy's mathematics is in units where the action range is [−1, 1].
-    """
+    def __init__(self, obs_dim: int, act_dim: int, hidden: int):
+        super().__init__()
+        self.network = mlp(obs_dim, hidden, act_dim)
+
+    def forward(self, obs: Tensor) -> Tensor:
+        return self.network(obs).tanh()
+
+
+class Critic(nn.Module):
+    """One network. forward: observation, action (B, ...) → Q(s, a) (B,)."""
+
+    def __init__(self, obs_dim: int, act_dim: int, hidden: int):
+        super().__init__()
+        self.q = mlp(obs_dim + act_dim, hidden, 1)
+
+    def forward(self, obs: Tensor, action: Tensor) -> Tensor:
+        x = torch.cat((obs, action), -1)
+        return self.q(x).squeeze(-1)
+
+
+class Agent(nn.Module):
+    """Actor and critic. forward: observation (N, obs_dim) → the environment's action."""
 
     def __init__(self, observation_space, action_space, args: Args):
         super().__init__()
         obs_dim, act_dim = observation_space.shape[0], action_space.shape[0]
+        self.actor = Actor(obs_dim, act_dim, args.hidden_size)
+        self.critic = Critic(obs_dim, act_dim, args.hidden_size)
         self.exploration_noise = args.exploration_noise
-        self.memory = 1 - args.noise_decay if args.noise == "ou" else 0.0
-        self.register_buffer("noise", torch.zeros(args.num_envs, act_dim))  # at the last step
-        self.actor = mlp(obs_dim, args.hidden_size, act_dim)
-        self.critic = mlp(obs_dim + act_dim, args.hidden_size, 1)
         self.register_buffer("warm_up", torch.tensor(True))  # explore by uniform actions
         low, high = torch.tensor(action_space.low), torch.tensor(action_space.high)
         self.register_buffer("action_center", (high + low) / 2)
         self.register_buffer("action_scale", (high - low) / 2)
-        self.register_buffer("g_square", torch.ones(()))  # of the H-term, running mean
+        self.register_buffer("mean_square_g", torch.ones(()))  # of g, running
 
     def forward(self, obs: Tensor) -> Tensor:
-        return self.to_env(self.act(obs))
+        return self.to_env(self.actor(obs))
 
-    def act(self, obs: Tensor) -> Tensor:
-        """μ(s)"""
-        return self.actor(obs).to(obs).tanh()  # tanh not in bfloat16
+    def policy(self, obs: Tensor) -> Normal:
+        """N(μ(s), σ²), which explores."""
+        mean = self.actor(obs)
+        std = torch.full_like(mean, self.exploration_noise)
+        return Normal(mean, std, validate_args=False)
 
     def to_env(self, action: Tensor) -> Tensor:
         return self.action_center + self.action_scale * action
 
-    def value(self, obs: Tensor, action: Tensor) -> Tensor:
-        """Q(s, a) (B,)"""
-        x, last = self.critic[:-1](torch.cat((obs, action), -1)), self.critic[-1]
-        return (x.to(obs) * last.weight).sum(-1) + last.bias  # the last layer never in bfloat16
-
-    def log_prob(self, noise: Tensor) -> Tensor:
-        """log N(μ(s) + noise; μ(s), σ²), (...)."""
-        normalization = math.log(self.exploration_noise) + 0.5 * math.log(2 * math.pi)
-        return (-0.5 * (noise / self.exploration_noise).square() - normalization).sum(-1)
-
-    def explore(self, obs: Tensor, noise: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """An action (N, act_dim), its noise, which follows `noise`, x and log b(x|s) (N,)."""
-        mean = self.act(obs)
-        fresh = self.exploration_noise * torch.randn_like(noise)
-        noise = self.memory * noise + fresh
-        uniform = torch.rand_like(mean) * 2 - 1  # of density ½
-        action = torch.where(self.warm_up, uniform, (mean + noise).clamp(-1, 1))
-        x = torch.where(self.warm_up, uniform, mean + fresh)  # not cut to [−1, 1]
-        log_uniform = -math.log(2) * mean.shape[-1]
-        return action, noise, x, torch.where(self.warm_up, log_uniform, self.log_prob(fresh))
-
-
-def check_windows(args: Args, learners: int) -> None:
-    """UserError unless every learner has windows from the first update on."""
-    least = args.hterm_length * args.num_envs * learners if args.hterm_coef > 0 else 0
-    for name in ("buffer_size", "hterm_newest", "warmup_steps"):
-        if getattr(args, name) < least:
-            what = f"--{name.replace('_', '-')} is {getattr(args, name)}; allowed is at least"
-            raise UserError(f"{what} {least}, --hterm-length times --num-envs")
-
 
 @torch.no_grad()
 def collect(agent: Agent, envs: vec_envs.VecEnv, rollout: dict[str, Tensor]) -> None:
-    """T steps of the present policy, with exploration, in every env."""
+    """T steps in every environment: actions μ(s) + σ ε, uniform ones at first."""
     for t in range(len(rollout["obs"])):
         obs = envs.obs
-        before = rollout["noise"][t - 1]  # at t = 0 that of the last rollout's end
-        action, noise, rollout["x"][t], rollout["log_prob"][t] = agent.explore(obs, before)
+        policy = agent.policy(obs)
+        u = policy.mean + agent.exploration_noise * torch.randn_like(policy.mean)
+        u = torch.where(agent.warm_up, 2 * torch.rand_like(u) - 1, u)
+        log_prob = policy.log_prob(u)
+        action = u.clamp(-1, 1)
         rollout["obs"][t] = obs
         rollout["action"][t] = action
+        rollout["raw_action"][t] = u
+        # log b: uniform actions have the density ½ in each dimension
+        rollout["log_prob"][t] = torch.where(agent.warm_up, -math.log(2), log_prob).sum(-1)
         _, reward, terminated, truncated, info = envs.step(agent.to_env(action))
         rollout["reward"][t] = reward
-        rollout["next_obs"][t] = info["final_obs"]
+        rollout["next_obs"][t] = info["final_obs"]  # the true one, at an episode's end too
         rollout["terminated"][t] = terminated
-        rollout["done"][t] = done = terminated | truncated
-        rollout["noise"][t] = noise.masked_fill(done.unsqueeze(-1), 0)
+        rollout["done"][t] = terminated | truncated
         rollout["episode_return"][t] = info["episode_return"]
         rollout["episode_length"][t] = info["episode_length"]
 
@@ -201,131 +175,129 @@ def collect(agent: Agent, envs: vec_envs.VecEnv, rollout: dict[str, Tensor]) -> 
 def critic_loss(agent: Agent, target: Agent, batch: dict, args: Args) -> tuple[Tensor, Tensor]:
     """E[ ½ w ( Q(s, a) − y )² ] with importance weights w, and the TD errors (B,)."""
     with torch.no_grad():
-        next_action = target.act(batch["next_obs"])
-        next_value = target.value(batch["next_obs"], next_action)
-        future = batch["discount"] * ~batch["terminated"] * next_value
-        y = args.reward_scale * batch["reward"] + future
-    error = y - agent.value(batch["obs"], batch["action"])  # (B,)
-    return 0.5 * (batch["weight"] * error.square()).mean(), error.detach()
+        next_action = target.actor(batch["next_obs"])
+        next_value = target.critic(batch["next_obs"], next_action)
+        y = batch["reward"] + batch["discount"] * ~batch["terminated"] * next_value
+    q = agent.critic(batch["obs"], batch["action"])
+    squared_error = (q - y).square()
+    return 0.5 * (batch["weight"] * squared_error).mean(), (q - y).detach()
 
 
-def actor_loss(agent: Agent, batch: dict, args: Args) -> Tensor:
+def actor_loss(agent: Agent, batch: dict) -> Tensor:
     """− E[ Q(s, μ(s)) ]"""
-    action = agent.act(batch["obs"])
-    with torch.autocast(action.device.type, enabled=False):  # ∂Q/∂a is not in bfloat16
-        return -agent.value(batch["obs"], action).mean()
+    action = agent.actor(batch["obs"])
+    return -agent.critic(batch["obs"], action).mean()
 
 
-def chain_gradient(log_ratio, delta, mask, discount, truncation=1.0) -> tuple[Tensor, Tensor]:
-    """g_i = Σ_{j≥i} γ^j m_j w_j δ_j and w_j = min(truncation, exp c_j); all (K, L)."""
-    powers = discount ** torch.arange(len(delta), device=delta.device, dtype=delta.dtype)
-    w = log_ratio.cumsum(0).exp().clamp(max=truncation)  # c_j = Σ_{i≤j} log π/b
-    term = powers.unsqueeze(1) * mask * w * delta
-    return term.flip(0).cumsum(0).flip(0), w
-
-
-def window_delta(target: Agent, windows: dict, args: Args) -> Tensor:
-    """δ_j = r_j + γ (1 − terminated_j) V̄(s_{j+1}) − V̄(s_j), (K, L)"""
-    # next_obs_j is obs_{j+1}, or the true last observation where an episode ends and m stays 0
-    states = torch.cat((windows["obs"][:1], windows["next_obs"])).flatten(0, 1)
-    value = target.value(states, target.act(states))
-    value = value.view(len(windows["obs"]) + 1, -1)  # (K + 1, L)
-    reward = args.reward_scale * windows["reward"]
-    return reward + args.discount * ~windows["terminated"] * value[1:] - value[:-1]
+def chain(log_ratio: Tensor, delta: Tensor, mask: Tensor, gamma: float) -> tuple[Tensor, Tensor]:
+    """g_i = Σ_{j≥i} γ^j m_j w_j δ_j, and w_j = min(1, exp Σ_{i≤j} log_ratio_i), both (K, L)."""
+    powers = gamma ** torch.arange(len(delta), device=delta.device, dtype=delta.dtype)
+    w = log_ratio.cumsum(0).exp().clamp(max=1)
+    return (powers.unsqueeze(1) * mask * w * delta).flip(0).cumsum(0).flip(0), w
 
 
 def hamiltonian_term(agent, target: Agent, windows: dict, args: Args) -> tuple[Tensor, Tensor]:
-    """1/(2Σm) Σ m_i ĝ_i ‖ x_i − μ(s_i) ‖², and the effective sample size (Σw)²/Σw²."""
+    """1/(2Σm) Σ m_i ĝ_i ‖ u_i − μ(s_i) ‖², and the effective sample size (Σw)²/Σw²."""
     mask, total = windows["mask"], mean_over_learners(windows["mask"].sum())
-    mean = agent.act(windows["obs"])  # (K, L, act_dim)
+    policy, u = agent.policy(windows["obs"]), windows["raw_action"]  # (K, L, act_dim)
     with torch.no_grad():
-        delta = window_delta(target, windows, args)
-        log_ratio = agent.log_prob(windows["x"] - mean) - windows["log_prob"]
-        g, w = chain_gradient(log_ratio, delta, mask, args.discount)
-        agent.g_square.lerp_(mean_over_learners((g.square() * mask).sum()) / total, 0.01)
-        g = (g / (agent.g_square.sqrt() + 1e-6)).clamp(min=-1)
-        effective = (mask * w).sum().square() / ((mask * w.square()).sum() + 1e-8)
-    distance = (windows["x"] - mean).square().sum(-1)
-    return 0.5 * (mask * g * distance).sum() / total, effective
-
-
-def add_capped(base: Tensor, term: Tensor, coef: float) -> Tensor:
-    """∇L + λ ∇L_H, with λ ‖∇L_H‖ at most ¼ ‖∇L‖."""
-    coef = (0.25 * base.norm() / (term.norm() + 1e-12)).clamp(max=coef)
-    return base + coef * term
+        # s_0 ... s_K: next_obs_j is obs_{j+1}, or an episode's true last one, after which m = 0
+        states = torch.cat((windows["obs"][:1], windows["next_obs"]))  # (K + 1, L, obs_dim)
+        value = target.critic(states, target.actor(states))
+        delta = windows["reward"] + args.gamma * ~windows["terminated"] * value[1:] - value[:-1]
+        log_ratio = policy.log_prob(u).sum(-1) - windows["log_prob"]
+        g, w = chain(log_ratio, delta, mask, args.gamma)
+        mean_square = mean_over_learners((mask * g.square()).sum()) / total
+        g = g / (agent.mean_square_g.lerp_(mean_square, 0.01).sqrt() + 1e-6)
+        sample_size = (mask * w).sum().square() / ((mask * w.square()).sum() + 1e-8)
+    distance = (u - policy.mean).square().sum(-1)
+    return 0.5 * (mask * g.clamp(min=-1) * distance).sum() / total, sample_size
 
 
 @torch.no_grad()
-def move_target(target: nn.Module, network: nn.Module, polyak: float) -> None:
+def soft_update(target: nn.Module, network: nn.Module, tau: float) -> None:
     """θ̄ ← (1 − τ) θ̄ + τ θ"""
     for theirs, ours in zip(target.parameters(), network.parameters(), strict=True):
-        theirs.lerp_(ours, polyak)
+        theirs.lerp_(ours, tau)
 
 
-def update(agent, target, optimizers, batch, gradients, args, windows, coef) -> tuple[dict, Tensor]:
+def update(agent, target, optimizers, loss_functions, batch, windows, coef, args: Args):
     """One step of critic, actor and targets -> what to log, the TD errors (B,)."""
     critic_optimizer, actor_optimizer = optimizers
-    critic_gradient, actor_gradient, hamiltonian_gradient = gradients
-    losses = {}
-    gradient, losses["critic"], td_error = critic_gradient(agent, target, batch, args)
-    gradient_step(gradient, critic_optimizer, args.max_grad_norm)
-    gradient, losses["actor"] = actor_gradient(agent, batch, args)
+    critic_loss, actor_loss, hamiltonian_term = loss_functions  # those above, perhaps compiled
+
+    q_loss, td_error = critic_loss(agent, target, batch, args)
+    critic_optimizer.zero_grad()
+    q_loss.backward()
+    average_gradients(agent.critic)
+    critic_optimizer.step()
+
+    agent.critic.requires_grad_(False)  # the actor's loss passes through it to the action
+    policy_loss = actor_loss(agent, batch)
+    scale = 1.0
+    if windows is not None:  # in units of Q, λ means about the same in every environment
+        q = agent.critic(batch["obs"], batch["action"])
+        scale = mean_over_learners(q.abs().mean()).clamp(min=1e-6)
+    actor_optimizer.zero_grad()
+    (policy_loss / scale).backward()
+    average_gradients(agent.actor)
+    losses = {"critic": q_loss, "actor": policy_loss}
     if windows is not None:
-        with torch.no_grad():
-            q = agent.value(batch["obs"], batch["action"])
-        gradient = gradient / mean_over_learners(q.abs().mean()).clamp(min=1e-6)
-        term, loss, size = hamiltonian_gradient(agent, target, windows, args)
-        losses |= {"hamiltonian": loss, "effective_sample_size": size}
-        # the cap is of the whole batch's gradients, as with one learner
-        gradient, term = mean_over_learners(gradient), mean_over_learners(term)
-        gradient = add_capped(gradient, term, coef)
-    gradient_step(gradient, actor_optimizer, args.max_grad_norm)
-    move_target(target, agent, args.polyak)
+        hterm, sample_size = hamiltonian_term(agent, target, windows, args)
+        base = [parameter.grad for parameter in agent.actor.parameters()]  # ∇L without the term
+        agent.actor.zero_grad()
+        hterm.backward()
+        average_gradients(agent.actor)
+        gradients = [parameter.grad for parameter in agent.actor.parameters()]  # ∇L_H
+        norm, hterm_norm = nn.utils.get_total_norm(base), nn.utils.get_total_norm(gradients)
+        coef = (0.25 * norm / (hterm_norm + 1e-12)).clamp(max=coef)  # λ ‖∇L_H‖ ≤ ¼ ‖∇L‖
+        for gradient, base_gradient in zip(gradients, base, strict=True):
+            gradient.mul_(coef).add_(base_gradient)
+        losses |= {"hamiltonian": hterm, "effective_sample_size": sample_size}
+    actor_optimizer.step()
+    agent.critic.requires_grad_(True)
+
+    soft_update(target, agent, args.tau)
     return losses, td_error
 
 
 def train(args: Args) -> Result:
     run = Run(args, __file__, LIMITS)
     args = run.args
-    check_windows(args, run.learners)
+    least = args.hterm_length * args.num_envs * run.world_size
+    if args.hterm_coef > 0 and least > min(args.buffer_size, args.warmup_steps, args.hterm_newest):
+        flags = "--buffer-size, --warmup-steps and --hterm-newest"
+        raise UserError(f"{flags} must be at least {least}, --hterm-length times --num-envs")
     workers = Workers(run, collect, "bounded", ahead=True)
     agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
     target = copy.deepcopy(agent).requires_grad_(False)
-    optimizers = critic_optimizer, actor_optimizer = [
-        torch.optim.Adam([flatten(network)], args.learning_rate, fused=True)
-        for network in (agent.critic, agent.actor)
-    ]
-    shape = workers.action_space.shape
-    rollout = workers.start(agent, args.horizon, noise=shape, x=shape, log_prob=())
-    kept = {name: tensor for name, tensor in rollout.items() if name != "noise"}
-    replay = ReplayBuffer(
-        run, kept, args.buffer_size, n_step=args.n_step, discount=args.discount,
-        prioritized=args.prioritized,
-    )  # fmt: skip
-    gradients = run.gradient(critic_loss, agent.critic), run.gradient(actor_loss, agent.actor)
-    gradients += (run.gradient(hamiltonian_term, agent.actor, bf16=False),)  # exact ratios
+    critic_parameters = agent.critic.parameters()
+    actor_parameters = agent.actor.parameters()
+    critic_optimizer = torch.optim.Adam(critic_parameters, args.learning_rate, fused=True)
+    actor_optimizer = torch.optim.Adam(actor_parameters, args.learning_rate, fused=True)
+    optimizers = critic_optimizer, actor_optimizer
+    loss_functions = run.compile(critic_loss, actor_loss, hamiltonian_term)
+    extra = {"raw_action": workers.action_space.shape, "log_prob": ()}
+    replay = ReplayBuffer(run, workers.start(agent, args.num_steps, **extra), args.buffer_size)
     step = run.start(
         agent=agent, target=target, critic_optimizer=critic_optimizer,
         actor_optimizer=actor_optimizer, workers=workers, replay=replay,
     )  # fmt: skip
-    rollout["noise"][-1] = agent.noise * workers.go_on  # of a resumed run
 
     window_shape = max(1, args.batch_size // args.hterm_length), args.hterm_length  # L, K
-    losses: dict[str, Tensor] = {}  # of the last updates
+    losses: dict[str, Tensor] = {}  # of the last update
     while step < args.total_steps:
         agent.warm_up.fill_(step < args.warmup_steps)
         rollout = workers.collect()
-        agent.noise.copy_(rollout["noise"][-1])
         replay.add(rollout)
-        before, step = step, step + args.horizon * args.num_envs * run.learners
+        before, step = step, step + args.num_steps * args.num_envs * run.world_size
         if step >= args.warmup_steps and len(replay) >= min(args.warmup_steps, args.buffer_size):
-            replay.importance_exponent = 0.4 + 0.6 * before / args.total_steps
             coef = args.hterm_coef * (1 - before / args.total_steps)
             for _ in range(int(before * args.utd_ratio), int(step * args.utd_ratio)):
                 batch = replay.sample(args.batch_size)
                 windows = replay.windows(*window_shape, args.hterm_newest) if coef > 0 else None
                 losses, td_error = update(
-                    agent, target, optimizers, batch, gradients, args, windows, coef
+                    agent, target, optimizers, loss_functions, batch, windows, coef, args
                 )
                 replay.update_priorities(batch["index"], td_error)
 

@@ -1,28 +1,23 @@
 """Multi-agent DDPG (MADDPG): each agent has an actor of its own and a critic that sees everything.
 
-Lowe, Wu, Tamar, Harb, Abbeel, Mordatch 2017, arXiv:1706.02275. While it learns, agent i's critic is
-shown what all agents see, x = (o^1 … o^A), and what all do; its actor only what it sees itself.
-Every agent maximises its own reward r^i, so agents may be one team, several, or opponents:
+Lowe, Wu, Tamar, Harb, Abbeel, Mordatch 2017, arXiv:1706.02275. In training, agent i's critic gets
+the observations of all agents, x = (o^1 … o^A), and all actions; its actor only o^i. Each maximises
+its own reward r^i: agents may cooperate or compete. With Q̄, μ̄ the slow target networks,
 
     y^i    = r^i + γ (1 − terminated) Q̄^i( x', μ̄¹(o'¹), …, μ̄ᴬ(o'ᴬ) )
     L(φ^i) = E[ ( Q^i(x, a¹ … aᴬ) − y^i )² ]
     L(θ^i) = − E[ Q^i(x, a¹ …, μ^i(o^i), … aᴬ) ]            the other actions as in the replay
-                                     discrete actions: + 1e-4 of the mean squared logit
 
-    python algos/maddpg.py --env SpeakerListener             discrete actions
-    python algos/maddpg.py --env SpreadContinuous            continuous actions (Box)
-    python algos/maddpg.py --env pettingzoo:mpe2.simple_tag_v3         three hunt one
+    python algos/maddpg.py --env SpeakerListener                      discrete actions
+    python algos/maddpg.py --env SpreadContinuous                     continuous actions
+    python algos/maddpg.py --env pettingzoo:mpe2.simple_tag_v3        three hunt one
 
-Evaluation prints the sum of the rewards over agents and steps (also where agents are opponents),
-and beside it what simple policies have there.
-
-What makes it work, each where it stands:
-- `Networks`: the agents' networks side by side as one batched product.
-- `Agent.act`: discrete actions are drawn by the Gumbel-softmax trick (Jang, Gu, Poole 2017,
-  arXiv:1611.01144): one-hot forwards, with the gradient of the softmax backwards. Its noise is the
-  exploration; continuous actions get normal noise.
-- `critic_loss`: a truncated episode bootstraps from its true last observation, a terminated one, or
-  an agent that has died, does not.
+Discrete actions are drawn by the straight-through Gumbel-softmax (Jang, Gu, Poole 2017,
+arXiv:1611.01144): one-hot forwards, the gradient of the softmax backwards; L(θ^i) then has 10⁻⁴
+times the mean squared logit besides, as in the authors' code. Continuous ones get normal noise.
+What differs from the paper: no ensembles and no inference of policies; rewards times 0.1; learning
+rates of 1e-3 (paper: 1e-2), annealed to zero; an update for 50 steps (100) of 64 environments; a
+truncated episode bootstraps from its true last observation; who has left it does not learn.
 """
 
 import copy
@@ -30,7 +25,9 @@ from dataclasses import dataclass
 
 import gymnasium
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributions import Categorical
 
 import vec_envs
 from algos.worker_learner import (
@@ -39,8 +36,7 @@ from algos.worker_learner import (
     Result,
     Run,
     Workers,
-    flatten,
-    gradient_step,
+    average_gradients,
     mean_over_learners,
     parse,
 )
@@ -48,11 +44,10 @@ from algos.worker_learner import (
 
 @dataclass
 class Args(ReplayArgs):
-    """MADDPG on any environment of vec_envs with several agents."""
+    """MADDPG on any environment with several agents."""
 
     env: str = "SpeakerListener"
-    """environment: a name of vec_envs (Spread, SpeakerListener), or pettingzoo:package.module"""
-    horizon: int = 5
+    num_steps: int = 5
     """steps of each environment between updates"""
     utd_ratio: float = 0.02
     """updates per environment step"""
@@ -64,58 +59,52 @@ class Args(ReplayArgs):
     """steps before the first update"""
     learning_rate: float = 1e-3
     """of Adam, for actors and critics, annealed linearly to zero"""
-    discount: float = 0.95
-    """γ"""
-    polyak: float = 0.01
-    """τ: how far the target networks move at each update of the actors"""
+    gamma: float = 0.95
+    """γ, the discount factor"""
+    tau: float = 0.01
+    """τ: how far the target networks move at each of their updates"""
     exploration_noise: float = 0.3
-    """standard deviation of the noise on continuous actions, in units of half their range"""
+    """σ of the noise on continuous actions, in units of half the action range"""
     logit_cost: float = 1e-4
-    """weight of the mean squared output of the actors: the more, the longer they stay undecided"""
+    """weight of the mean squared logit of discrete actions"""
     reward_scale: float = 0.1
     """factor of all rewards"""
     max_grad_norm: float = 0.5
     """gradients longer than this are shortened to it"""
     hidden_size: int = 64
     """width of the two hidden layers of actors and critics"""
-    log_every: int = 5000
 
 
 LIMITS = {
-    **dict.fromkeys(("horizon", "batch_size", "buffer_size", "hidden_size"), (1, None)),
-    **dict.fromkeys(("discount", "polyak"), (0, 1)),
+    **dict.fromkeys(("num_steps", "batch_size", "buffer_size", "hidden_size"), (1, None)),
+    **dict.fromkeys(("gamma", "tau"), (0, 1)),
     "max_grad_norm": (1e-9, None),
 }
 
-# What differs by environment, as in the tables of papers; a flag on the command line wins.
+# What differs by environment; a flag on the command line wins.
 TUNED = {}
 
 
-class Networks(nn.Module):
-    """`count` networks, each inputs → hidden → hidden → outputs, ReLU, as one batched network.
+def mlp(inputs: int, hidden: int, outputs: int) -> nn.Sequential:
+    return nn.Sequential(
+        *(nn.Linear(inputs, hidden), nn.ReLU(inplace=True)),
+        *(nn.Linear(hidden, hidden), nn.ReLU(inplace=True)),
+        nn.Linear(hidden, outputs),
+    )
 
-    forward: (count, B, inputs), or (B, inputs) for all of them → (count, B, outputs).
-    """
 
-    def __init__(self, count: int, inputs: int, hidden: int, outputs: int):
-        super().__init__()
-        sizes = (inputs, hidden), (hidden, hidden), (hidden, outputs)
-        for layer, (rows, columns) in enumerate(sizes, 1):  # initial values as nn.Linear's
-            for name, shape in (("weight", (rows, columns)), ("bias", (1, columns))):
-                values = torch.empty(count, *shape).uniform_(-(rows**-0.5), rows**-0.5)
-                self.register_parameter(f"{name}{layer}", nn.Parameter(values))
+class Networks(nn.ModuleList):
+    """One network per agent. forward: (A, B, inputs) → (B, A, outputs)."""
+
+    def __init__(self, agents: int, inputs: int, hidden: int, outputs: int):
+        super().__init__(mlp(inputs, hidden, outputs) for _ in range(agents))
 
     def forward(self, x: Tensor) -> Tensor:
-        w1, b1, w2, b2, w3, b3 = self.parameters()
-        x = torch.baddbmm(b1, x.expand(len(w1), -1, -1), w1).relu()
-        return torch.baddbmm(b3, torch.baddbmm(b2, x, w2).relu(), w3)
+        return torch.stack([network(own) for network, own in zip(self, x, strict=True)], 1)
 
 
 class Agent(nn.Module):
-    """Actors and critics. forward: observations (N, A, obs_dim) → the env's actions, no noise.
-
-    Inside, an action is (…, A, act_dim): one-hot, or in units where the action range is [−1, 1].
-    """
+    """Actors and critics. forward: observations (N, A, obs_dim) → the environment's actions."""
 
     def __init__(self, envs: vec_envs.VecEnv, args: Args):
         super().__init__()
@@ -139,60 +128,47 @@ class Agent(nn.Module):
         return output.argmax(-1) if self.discrete else self.to_env(output.tanh())
 
     def available(self, obs: Tensor) -> Tensor:
-        """The actions that there are, or entries of an action, (B, A, outputs) bool."""
+        """The actions, or entries of an action, that an agent has now (B, A, outputs) bool."""
         mask = self.action_mask.expand(*obs.shape[:-1], -1)
-        return mask & (obs[..., -mask.shape[-1] :] > 0) if self.available_in_obs else mask
+        allowed = obs[..., -mask.shape[-1] :] > 0 if self.available_in_obs else mask
+        return mask & (allowed | ~allowed.any(-1, keepdim=True))  # all, once it has left
 
     def outputs(self, obs: Tensor) -> Tensor:
-        """Logits, or actions before tanh, (B, A, outputs) for observations (B, A, obs_dim)."""
-        output = self.actors(obs.transpose(0, 1)).transpose(0, 1)
+        """Logits, or actions before tanh, (B, A, outputs)."""
+        output = self.actors(obs.transpose(0, 1))
         return output.masked_fill(~self.available(obs), -1e9 if self.discrete else 0.0)
 
-    def act(self, obs: Tensor) -> tuple[Tensor, Tensor]:
-        """Differentiable actions (B, A, outputs), and the outputs that they come from."""
-        output = self.outputs(obs)
-        if not self.discrete:
-            return output.tanh(), output
-        soft = (output - torch.empty_like(output).exponential_().log()).softmax(-1)
-        hard = nn.functional.one_hot(soft.argmax(-1), soft.shape[-1]).to(soft)
-        return hard + soft - soft.detach(), output
-
-    def explore(self, obs: Tensor) -> Tensor:
-        """What to store: numbers of actions (B, A), or noisy actions (B, A, outputs)."""
-        action, _ = self.act(obs)
-        if self.discrete:
-            return action.argmax(-1)
-        noise = self.exploration_noise * torch.randn_like(action)
-        return (action + noise * self.available(obs)).clamp(-1, 1)
-
-    def stored(self, action: Tensor) -> Tensor:
-        """What was stored, as the critics see it."""
-        if not self.discrete:
-            return action
-        return nn.functional.one_hot(action, self.action_mask.shape[1]).float()
+    def encode(self, action: Tensor) -> Tensor:
+        """An action from the replay buffer as the critics see it: one-hot where discrete."""
+        return F.one_hot(action, self.action_mask.shape[1]).float() if self.discrete else action
 
     def to_env(self, action: Tensor) -> Tensor:
         return action if self.discrete else self.action_center + self.action_scale * action
 
-    def values(self, obs: Tensor, action: Tensor) -> Tensor:
-        """Q^i (A, B); action (B, A, outputs), or (A, B, A, outputs), one for each critic."""
-        x = obs.flatten(-2).expand(*action.shape[:-2], -1)
-        return self.critics(torch.cat((x, action.flatten(-2)), -1)).squeeze(-1)
+
+def act(agent: Agent, output: Tensor) -> Tensor:
+    """μ^i(o^i) (B, A, outputs) in [−1, 1]; discrete: one-hot, drawn. Both with a gradient."""
+    return F.gumbel_softmax(output, hard=True) if agent.discrete else output.tanh()
 
 
 @torch.no_grad()
 def collect(agent: Agent, envs: vec_envs.VecEnv, rollout: dict[str, Tensor]) -> None:
-    """T steps of the present policies, with exploration, in every env."""
+    """T steps in every environment: drawn or noisy actions."""
     for t in range(len(rollout["obs"])):
         obs = envs.obs
-        action = agent.explore(obs)
+        output = agent.outputs(obs)
+        if agent.discrete:
+            action = Categorical(logits=output, validate_args=False).sample()
+        else:
+            noise = agent.exploration_noise * torch.randn_like(output)
+            action = (output.tanh() + noise * agent.available(obs)).clamp(-1, 1)
         rollout["obs"][t] = obs
         rollout["action"][t] = action
         rollout["alive"][t] = envs.alive
         _, reward, terminated, truncated, info = envs.step(agent.to_env(action))
         done = terminated | truncated
         rollout["reward"][t] = reward
-        rollout["next_obs"][t] = info["final_obs"]
+        rollout["next_obs"][t] = info["final_obs"]  # the true one, at an episode's end too
         rollout["next_alive"][t] = torch.where(done.unsqueeze(-1), rollout["alive"][t], envs.alive)
         rollout["terminated"][t] = terminated
         rollout["done"][t] = done
@@ -201,49 +177,70 @@ def collect(agent: Agent, envs: vec_envs.VecEnv, rollout: dict[str, Tensor]) -> 
 
 
 def masked_mean(x: Tensor, alive: Tensor) -> Tensor:
-    """The mean of x (A, B) over the agents that live, alive (B, A) 1 or 0; a learner's part."""
-    return (x * alive.T).sum() / mean_over_learners(alive.sum()).clamp(min=1)
+    """The mean of x over the agents that live (1 or 0), both (B, A); a learner's part."""
+    return (x * alive).sum() / mean_over_learners(alive.sum()).clamp(min=1)
+
+
+def q_values(critic: Networks, obs: Tensor, action: Tensor) -> Tensor:
+    """Q^i(x, a) (B, A) of joint actions (B, A, outputs), or (A, B, A, outputs), one per critic."""
+    x = torch.cat((obs.flatten(1).expand(*action.shape[:-2], -1), action.flatten(-2)), -1)
+    return critic(x.expand(obs.shape[1], -1, -1)).squeeze(-1)
 
 
 def critic_loss(agent: Agent, target: Agent, batch: dict[str, Tensor], args: Args) -> Tensor:
     """E[ ( Q^i(x, a) − y^i )² ], the mean over agents."""
+    next_obs = batch["next_obs"]
     with torch.no_grad():
-        next_action, _ = target.act(batch["next_obs"])
-        next_value = target.values(batch["next_obs"], next_action) * batch["next_alive"].T
-        future = args.discount * next_value * ~batch["terminated"]  # (A, B)
-        y = args.reward_scale * batch["reward"].T + future
-    value = agent.values(batch["obs"], agent.stored(batch["action"]))
-    return masked_mean((value - y).square(), batch["alive"])
+        next_action = act(target, target.outputs(next_obs))
+        q = q_values(target.critics, next_obs, next_action)
+        goes_on = batch["next_alive"] * ~batch["terminated"].unsqueeze(1)  # (B, A)
+        y = args.reward_scale * batch["reward"] + args.gamma * goes_on * q
+    q = q_values(agent.critics, batch["obs"], agent.encode(batch["action"]))
+    return masked_mean((q - y).square(), batch["alive"])
 
 
 def actor_loss(agent: Agent, batch: dict[str, Tensor], args: Args) -> Tensor:
-    """− E[ Q^i(x, …, μ^i(o^i), …) ], the mean over agents, and the cost of large outputs."""
-    action, output = agent.act(batch["obs"])
-    joint = torch.where(agent.own, action, agent.stored(batch["action"]))  # (A, B, A, outputs)
-    value = agent.values(batch["obs"], joint)
-    available = agent.available(batch["obs"])
-    cost = torch.where(available, output.square(), 0.0).sum(-1) / available.sum(-1).clamp(min=1)
-    return masked_mean(args.logit_cost * cost.T - value, batch["alive"])
+    """− E[ Q^i(x, …, μ^i(o^i), …) ], the mean over agents, and what large logits cost."""
+    obs, output = batch["obs"], agent.outputs(batch["obs"])
+    joint = torch.where(agent.own, act(agent, output), agent.encode(batch["action"]))
+    loss = -q_values(agent.critics, obs, joint)  # (B, A); joint (A, B, A, outputs)
+    if agent.discrete:
+        available = agent.available(obs)
+        squared = torch.where(available, output.square(), 0.0)
+        loss = loss + args.logit_cost * squared.sum(-1) / available.sum(-1)
+    return masked_mean(loss, batch["alive"])
 
 
 @torch.no_grad()
-def move_target(target: nn.Module, network: nn.Module, polyak: float) -> None:
+def soft_update(target: nn.Module, network: nn.Module, tau: float) -> None:
     """θ̄ ← (1 − τ) θ̄ + τ θ"""
     for theirs, ours in zip(target.parameters(), network.parameters(), strict=True):
-        theirs.lerp_(ours, polyak)
+        theirs.lerp_(ours, tau)
 
 
-def update(agent, target, optimizers, batch, gradients, args: Args) -> dict:
-    """One update of critics and actors -> what to log."""
+def update(agent: Agent, target: Agent, optimizers, loss_functions, batch, args: Args) -> dict:
+    """One step of critics, actors and target networks -> what to log."""
     critic_optimizer, actor_optimizer = optimizers
-    critic_gradient, actor_gradient = gradients
-    losses = {}
-    gradient, losses["critic"] = critic_gradient(agent, target, batch, args)
-    gradient_step(gradient, critic_optimizer, args.max_grad_norm)
-    gradient, losses["actor"] = actor_gradient(agent, batch, args)
-    gradient_step(gradient, actor_optimizer, args.max_grad_norm)
-    move_target(target, agent, args.polyak)
-    return losses
+    critic_loss, actor_loss = loss_functions  # those above, compiled where --compile says so
+
+    q_loss = critic_loss(agent, target, batch, args)
+    critic_optimizer.zero_grad()
+    q_loss.backward()
+    average_gradients(agent.critics)
+    nn.utils.clip_grad_norm_(agent.critics.parameters(), args.max_grad_norm)
+    critic_optimizer.step()
+
+    agent.critics.requires_grad_(False)  # the actors' loss passes through them to the actions
+    policy_loss = actor_loss(agent, batch, args)
+    actor_optimizer.zero_grad()
+    policy_loss.backward()
+    average_gradients(agent.actors)
+    nn.utils.clip_grad_norm_(agent.actors.parameters(), args.max_grad_norm)
+    actor_optimizer.step()
+    agent.critics.requires_grad_(True)
+
+    soft_update(target, agent, args.tau)
+    return {"critic": q_loss, "actor": policy_loss}
 
 
 def train(args: Args) -> Result:
@@ -252,32 +249,29 @@ def train(args: Args) -> Result:
     workers = Workers(run, collect, multi_agent=True)
     agent = Agent(workers.envs, args).to(run.device)
     target = copy.deepcopy(agent).requires_grad_(False)
-    learning_rate = torch.tensor(args.learning_rate, device=run.device)
-    optimizers = critic_optimizer, actor_optimizer = [
-        torch.optim.Adam([flatten(network)], learning_rate, fused=True)
-        for network in (agent.critics, agent.actors)
-    ]
+    critic_optimizer = torch.optim.Adam(agent.critics.parameters(), args.learning_rate, fused=True)
+    actor_optimizer = torch.optim.Adam(agent.actors.parameters(), args.learning_rate, fused=True)
+    optimizers = critic_optimizer, actor_optimizer
+    loss_functions = run.compile(critic_loss, actor_loss)
     agents = (workers.envs.num_agents,)
-    rollout = workers.start(agent, args.horizon, alive=agents, next_alive=agents)
+    rollout = workers.start(agent, args.num_steps, alive=agents, next_alive=agents)
     replay = ReplayBuffer(run, rollout, args.buffer_size)
-    gradients = run.gradient(critic_loss, agent.critics), run.gradient(actor_loss, agent.actors)
     step = run.start(
         agent=agent, target=target, critic_optimizer=critic_optimizer,
         actor_optimizer=actor_optimizer, workers=workers, replay=replay,
     )  # fmt: skip
 
-    losses: dict[str, Tensor] = {}  # of the last updates
+    losses: dict[str, Tensor] = {}  # of the last update
     while step < args.total_steps:
-        left = 1 - step / args.total_steps
-        for optimizer in (critic_optimizer, actor_optimizer):
-            optimizer.param_groups[0]["lr"].fill_(args.learning_rate * left)
+        for optimizer in optimizers:
+            optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - step / args.total_steps)
         rollout = workers.collect()
         replay.add(rollout)
-        before, step = step, step + args.horizon * args.num_envs * run.learners
+        before, step = step, step + args.num_steps * args.num_envs * run.world_size
         if step >= args.warmup_steps and len(replay) >= min(args.warmup_steps, args.buffer_size):
             for _ in range(int(before * args.utd_ratio), int(step * args.utd_ratio)):
                 batch = replay.sample(args.batch_size)
-                losses |= update(agent, target, optimizers, batch, gradients, args)
+                losses = update(agent, target, optimizers, loss_functions, batch, args)
 
         run.log_episodes(step, rollout)
         if step // args.log_every > before // args.log_every:

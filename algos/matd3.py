@@ -1,25 +1,15 @@
-"""Multi-agent TD3 (MATD3): maddpg.py with two critics an agent, of which the lower one counts.
+"""Multi-agent TD3 (MATD3): maddpg.py with two critics per agent, the lower of which counts.
 
-Ackermann, Gabler, Osa, Sugiyama 2019, arXiv:1910.01465: maddpg.py plus TD3's three changes
-(Fujimoto, van Hoof, Meger 2018, arXiv:1802.09477), since critics overestimate here, too:
+Ackermann, Gabler, Osa, Sugiyama 2019, arXiv:1910.01465. As in td3.py,
 
-    y^i    = r^i + γ (1 − terminated) min_k Q̄^i_k( x', ã¹, …, ãᴬ ) ,    ã^i = μ̄^i(o'^i) + noise
+    y^i    = r^i + γ (1 − terminated) min_k Q̄^i_k( x', ã¹, …, ãᴬ ) ,   ã^i = μ̄^i(o'^i) + noise
     L(φ^i) = Σ_k E[ ( Q^i_k(x, a¹ … aᴬ) − y^i )² ]
-    L(θ^i) = − E[ Q^i_1(x, a¹ …, μ^i(o^i), … aᴬ) ]
-                                     discrete actions: + 1e-4 of the mean squared logit
+    L(θ^i) = − E[ Q^i_1(x, a¹ …, μ^i(o^i), … aᴬ) ]             after every d-th update of critics
 
-    python algos/matd3.py --env SpeakerListener              discrete actions
-    python algos/matd3.py --env SpreadContinuous             continuous actions (Box)
-    python algos/matd3.py --env pettingzoo:mpe2.simple_tag_v3          three hunt one
+    python algos/matd3.py --env SpreadContinuous
 
-Evaluation prints the sum of the rewards over agents and steps (also where agents are opponents),
-and beside it what simple policies have there.
-
-What differs from maddpg.py, each where it stands:
-- `Agent`: two sets of critics.
-- `critic_loss`: the lower of the two target values; noise on the target's continuous actions
-  (discrete ones have that of Gumbel-softmax).
-- `update`: the actors and the target networks move at every --policy-delay-th update only.
+What differs from maddpg.py: `Critics`, the noise in `critic_loss`, and in `update` that actors and
+target networks wait (`policy_delay`). What differs from the paper: the same as in maddpg.py.
 """
 
 import copy
@@ -27,7 +17,9 @@ from dataclasses import dataclass
 
 import gymnasium
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributions import Categorical
 
 import vec_envs
 from algos.worker_learner import (
@@ -36,8 +28,7 @@ from algos.worker_learner import (
     Result,
     Run,
     Workers,
-    flatten,
-    gradient_step,
+    average_gradients,
     mean_over_learners,
     parse,
 )
@@ -45,11 +36,10 @@ from algos.worker_learner import (
 
 @dataclass
 class Args(ReplayArgs):
-    """MATD3 on any environment of vec_envs with several agents."""
+    """MATD3 on any environment with several agents."""
 
     env: str = "SpeakerListener"
-    """environment: a name of vec_envs (Spread, SpeakerListener), or pettingzoo:package.module"""
-    horizon: int = 5
+    num_steps: int = 5
     """steps of each environment between updates"""
     utd_ratio: float = 0.02
     """updates per environment step"""
@@ -61,65 +51,66 @@ class Args(ReplayArgs):
     """steps before the first update"""
     learning_rate: float = 1e-3
     """of Adam, for actors and critics, annealed linearly to zero"""
-    discount: float = 0.95
-    """γ"""
-    polyak: float = 0.01
-    """τ: how far the target networks move at each update of the actors"""
+    gamma: float = 0.95
+    """γ, the discount factor"""
+    tau: float = 0.01
+    """τ: how far the target networks move at each of their updates"""
     exploration_noise: float = 0.3
-    """standard deviation of the noise on continuous actions, in units of half their range"""
+    """σ of the noise on continuous actions, in units of half the action range"""
     target_noise: float = 0.2
-    """standard deviation of the noise on the target's continuous actions, in the same units"""
+    """σ̃ of the noise on the target actors' continuous actions"""
     target_noise_clip: float = 0.5
-    """where that noise is cut"""
+    """c: where that noise is cut"""
     policy_delay: int = 2
-    """updates of the critics for one of the actors"""
+    """d: updates of the critics for one of actors and target networks"""
     logit_cost: float = 1e-4
-    """weight of the mean squared output of the actors: the more, the longer they stay undecided"""
+    """weight of the mean squared logit of discrete actions"""
     reward_scale: float = 0.1
     """factor of all rewards"""
     max_grad_norm: float = 0.5
     """gradients longer than this are shortened to it"""
     hidden_size: int = 64
     """width of the two hidden layers of actors and critics"""
-    log_every: int = 5000
 
 
 LIMITS = {
-    **dict.fromkeys(("horizon", "batch_size", "buffer_size", "hidden_size"), (1, None)),
-    "policy_delay": (1, None),
-    **dict.fromkeys(("discount", "polyak"), (0, 1)),
-    "max_grad_norm": (1e-9, None),
+    **dict.fromkeys(("num_steps", "batch_size", "buffer_size", "hidden_size"), (1, None)),
+    **dict.fromkeys(("gamma", "tau"), (0, 1)),
+    **{"max_grad_norm": (1e-9, None), "policy_delay": (1, None)},
 }
 
-# What differs by environment, as in the tables of papers; a flag on the command line wins.
+# What differs by environment; a flag on the command line wins.
 TUNED = {}
 
 
-class Networks(nn.Module):
-    """`count` networks, each inputs → hidden → hidden → outputs, ReLU, as one batched network.
+def mlp(inputs: int, hidden: int, outputs: int) -> nn.Sequential:
+    return nn.Sequential(
+        *(nn.Linear(inputs, hidden), nn.ReLU(inplace=True)),
+        *(nn.Linear(hidden, hidden), nn.ReLU(inplace=True)),
+        nn.Linear(hidden, outputs),
+    )
 
-    forward: (count, B, inputs), or (B, inputs) for all of them → (count, B, outputs).
-    """
 
-    def __init__(self, count: int, inputs: int, hidden: int, outputs: int):
-        super().__init__()
-        sizes = (inputs, hidden), (hidden, hidden), (hidden, outputs)
-        for layer, (rows, columns) in enumerate(sizes, 1):  # initial values as nn.Linear's
-            for name, shape in (("weight", (rows, columns)), ("bias", (1, columns))):
-                values = torch.empty(count, *shape).uniform_(-(rows**-0.5), rows**-0.5)
-                self.register_parameter(f"{name}{layer}", nn.Parameter(values))
+class Networks(nn.ModuleList):
+    """One network per agent. forward: (A, B, inputs) → (B, A, outputs)."""
+
+    def __init__(self, agents: int, inputs: int, hidden: int, outputs: int):
+        super().__init__(mlp(inputs, hidden, outputs) for _ in range(agents))
 
     def forward(self, x: Tensor) -> Tensor:
-        w1, b1, w2, b2, w3, b3 = self.parameters()
-        x = torch.baddbmm(b1, x.expand(len(w1), -1, -1), w1).relu()
-        return torch.baddbmm(b3, torch.baddbmm(b2, x, w2).relu(), w3)
+        return torch.stack([network(own) for network, own in zip(self, x, strict=True)], 1)
+
+
+class Critics(nn.Module):
+    """Two networks per agent, each (A, B, inputs) → (B, A, 1)."""
+
+    def __init__(self, *sizes: int):
+        super().__init__()
+        self.q1, self.q2 = Networks(*sizes), Networks(*sizes)
 
 
 class Agent(nn.Module):
-    """Actors and critics. forward: observations (N, A, obs_dim) → the env's actions, no noise.
-
-    Inside, an action is (…, A, act_dim): one-hot, or in units where the action range is [−1, 1].
-    """
+    """Actors and critics. forward: observations (N, A, obs_dim) → the environment's actions."""
 
     def __init__(self, envs: vec_envs.VecEnv, args: Args):
         super().__init__()
@@ -130,8 +121,7 @@ class Agent(nn.Module):
         self.available_in_obs = envs.available_in_obs
         self.exploration_noise = args.exploration_noise
         self.actors = Networks(agents, obs_dim, args.hidden_size, outputs)
-        seen = agents * (obs_dim + outputs)
-        self.critics = nn.ModuleList(Networks(agents, seen, args.hidden_size, 1) for _ in range(2))
+        self.critics = Critics(agents, agents * (obs_dim + outputs), args.hidden_size, 1)
         self.register_buffer("action_mask", envs.action_mask.clone())  # (A, outputs)
         self.register_buffer("own", torch.eye(agents, dtype=torch.bool).view(agents, 1, agents, 1))
         if not self.discrete:
@@ -144,60 +134,47 @@ class Agent(nn.Module):
         return output.argmax(-1) if self.discrete else self.to_env(output.tanh())
 
     def available(self, obs: Tensor) -> Tensor:
-        """The actions that there are, or entries of an action, (B, A, outputs) bool."""
+        """The actions, or entries of an action, that an agent has now (B, A, outputs) bool."""
         mask = self.action_mask.expand(*obs.shape[:-1], -1)
-        return mask & (obs[..., -mask.shape[-1] :] > 0) if self.available_in_obs else mask
+        allowed = obs[..., -mask.shape[-1] :] > 0 if self.available_in_obs else mask
+        return mask & (allowed | ~allowed.any(-1, keepdim=True))  # all, once it has left
 
     def outputs(self, obs: Tensor) -> Tensor:
-        """Logits, or actions before tanh, (B, A, outputs) for observations (B, A, obs_dim)."""
-        output = self.actors(obs.transpose(0, 1)).transpose(0, 1)
+        """Logits, or actions before tanh, (B, A, outputs)."""
+        output = self.actors(obs.transpose(0, 1))
         return output.masked_fill(~self.available(obs), -1e9 if self.discrete else 0.0)
 
-    def act(self, obs: Tensor) -> tuple[Tensor, Tensor]:
-        """Differentiable actions (B, A, outputs), and the outputs that they come from."""
-        output = self.outputs(obs)
-        if not self.discrete:
-            return output.tanh(), output
-        soft = (output - torch.empty_like(output).exponential_().log()).softmax(-1)
-        hard = nn.functional.one_hot(soft.argmax(-1), soft.shape[-1]).to(soft)
-        return hard + soft - soft.detach(), output
-
-    def explore(self, obs: Tensor) -> Tensor:
-        """What to store: numbers of actions (B, A), or noisy actions (B, A, outputs)."""
-        action, _ = self.act(obs)
-        if self.discrete:
-            return action.argmax(-1)
-        noise = self.exploration_noise * torch.randn_like(action)
-        return (action + noise * self.available(obs)).clamp(-1, 1)
-
-    def stored(self, action: Tensor) -> Tensor:
-        """What was stored, as the critics see it."""
-        if not self.discrete:
-            return action
-        return nn.functional.one_hot(action, self.action_mask.shape[1]).float()
+    def encode(self, action: Tensor) -> Tensor:
+        """An action from the replay buffer as the critics see it: one-hot where discrete."""
+        return F.one_hot(action, self.action_mask.shape[1]).float() if self.discrete else action
 
     def to_env(self, action: Tensor) -> Tensor:
         return action if self.discrete else self.action_center + self.action_scale * action
 
-    def values(self, obs: Tensor, action: Tensor, number: int) -> Tensor:
-        """Q^i_k (A, B); action (B, A, outputs), or (A, B, A, outputs), one for each critic."""
-        x = obs.flatten(-2).expand(*action.shape[:-2], -1)
-        return self.critics[number](torch.cat((x, action.flatten(-2)), -1)).squeeze(-1)
+
+def act(agent: Agent, output: Tensor) -> Tensor:
+    """μ^i(o^i) (B, A, outputs) in [−1, 1]; discrete: one-hot, drawn. Both with a gradient."""
+    return F.gumbel_softmax(output, hard=True) if agent.discrete else output.tanh()
 
 
 @torch.no_grad()
 def collect(agent: Agent, envs: vec_envs.VecEnv, rollout: dict[str, Tensor]) -> None:
-    """T steps of the present policies, with exploration, in every env."""
+    """T steps in every environment: drawn or noisy actions."""
     for t in range(len(rollout["obs"])):
         obs = envs.obs
-        action = agent.explore(obs)
+        output = agent.outputs(obs)
+        if agent.discrete:
+            action = Categorical(logits=output, validate_args=False).sample()
+        else:
+            noise = agent.exploration_noise * torch.randn_like(output)
+            action = (output.tanh() + noise * agent.available(obs)).clamp(-1, 1)
         rollout["obs"][t] = obs
         rollout["action"][t] = action
         rollout["alive"][t] = envs.alive
         _, reward, terminated, truncated, info = envs.step(agent.to_env(action))
         done = terminated | truncated
         rollout["reward"][t] = reward
-        rollout["next_obs"][t] = info["final_obs"]
+        rollout["next_obs"][t] = info["final_obs"]  # the true one, at an episode's end too
         rollout["next_alive"][t] = torch.where(done.unsqueeze(-1), rollout["alive"][t], envs.alive)
         rollout["terminated"][t] = terminated
         rollout["done"][t] = done
@@ -206,57 +183,79 @@ def collect(agent: Agent, envs: vec_envs.VecEnv, rollout: dict[str, Tensor]) -> 
 
 
 def masked_mean(x: Tensor, alive: Tensor) -> Tensor:
-    """The mean of x (A, B) over the agents that live, alive (B, A) 1 or 0; a learner's part."""
-    return (x * alive.T).sum() / mean_over_learners(alive.sum()).clamp(min=1)
+    """The mean of x over the agents that live (1 or 0), both (B, A); a learner's part."""
+    return (x * alive).sum() / mean_over_learners(alive.sum()).clamp(min=1)
+
+
+def q_values(critic: Networks, obs: Tensor, action: Tensor) -> Tensor:
+    """Q^i(x, a) (B, A) of joint actions (B, A, outputs), or (A, B, A, outputs), one per critic."""
+    x = torch.cat((obs.flatten(1).expand(*action.shape[:-2], -1), action.flatten(-2)), -1)
+    return critic(x.expand(obs.shape[1], -1, -1)).squeeze(-1)
 
 
 def critic_loss(agent: Agent, target: Agent, batch: dict[str, Tensor], args: Args) -> Tensor:
     """Σ_k E[ ( Q^i_k(x, a) − y^i )² ], the mean over agents."""
     next_obs = batch["next_obs"]
     with torch.no_grad():
-        next_action, _ = target.act(next_obs)
+        next_action = act(target, target.outputs(next_obs))
         if not agent.discrete:
             noise = args.target_noise * torch.randn_like(next_action)
             noise = noise.clamp(-args.target_noise_clip, args.target_noise_clip)
             next_action = (next_action + noise * target.available(next_obs)).clamp(-1, 1)
-        next_values = (target.values(next_obs, next_action, k) for k in (0, 1))
-        next_value = torch.minimum(*next_values) * batch["next_alive"].T
-        future = args.discount * next_value * ~batch["terminated"]  # (A, B)
-        y = args.reward_scale * batch["reward"].T + future
-    action = agent.stored(batch["action"])
-    values = (agent.values(batch["obs"], action, k) for k in (0, 1))
-    return sum(masked_mean((value - y).square(), batch["alive"]) for value in values)
+        q1 = q_values(target.critics.q1, next_obs, next_action)
+        q2 = q_values(target.critics.q2, next_obs, next_action)
+        goes_on = batch["next_alive"] * ~batch["terminated"].unsqueeze(1)  # (B, A)
+        y = args.reward_scale * batch["reward"] + args.gamma * goes_on * torch.minimum(q1, q2)
+    action = agent.encode(batch["action"])
+    q1 = q_values(agent.critics.q1, batch["obs"], action)
+    q2 = q_values(agent.critics.q2, batch["obs"], action)
+    return masked_mean((q1 - y).square() + (q2 - y).square(), batch["alive"])
 
 
 def actor_loss(agent: Agent, batch: dict[str, Tensor], args: Args) -> Tensor:
-    """− E[ Q^i_1(x, …, μ^i(o^i), …) ], the mean over agents, and the cost of large outputs."""
-    action, output = agent.act(batch["obs"])
-    joint = torch.where(agent.own, action, agent.stored(batch["action"]))  # (A, B, A, outputs)
-    value = agent.values(batch["obs"], joint, 0)
-    available = agent.available(batch["obs"])
-    cost = torch.where(available, output.square(), 0.0).sum(-1) / available.sum(-1).clamp(min=1)
-    return masked_mean(args.logit_cost * cost.T - value, batch["alive"])
+    """− E[ Q^i_1(x, …, μ^i(o^i), …) ], the mean over agents, and what large logits cost."""
+    obs, output = batch["obs"], agent.outputs(batch["obs"])
+    joint = torch.where(agent.own, act(agent, output), agent.encode(batch["action"]))
+    loss = -q_values(agent.critics.q1, obs, joint)  # (B, A); joint (A, B, A, outputs)
+    if agent.discrete:
+        available = agent.available(obs)
+        squared = torch.where(available, output.square(), 0.0)
+        loss = loss + args.logit_cost * squared.sum(-1) / available.sum(-1)
+    return masked_mean(loss, batch["alive"])
 
 
 @torch.no_grad()
-def move_target(target: nn.Module, network: nn.Module, polyak: float) -> None:
+def soft_update(target: nn.Module, network: nn.Module, tau: float) -> None:
     """θ̄ ← (1 − τ) θ̄ + τ θ"""
     for theirs, ours in zip(target.parameters(), network.parameters(), strict=True):
-        theirs.lerp_(ours, polyak)
+        theirs.lerp_(ours, tau)
 
 
-def update(agent, target, optimizers, batch, gradients, number: int, args: Args) -> dict:
-    """Update `number` of critics and actors -> what to log."""
+def update(agent: Agent, target: Agent, optimizers, loss_functions, batch, number, args: Args):
+    """Step `number` of critics, perhaps of actors and target networks -> what to log."""
     critic_optimizer, actor_optimizer = optimizers
-    critic_gradient, actor_gradient = gradients
-    losses = {}
-    gradient, losses["critic"] = critic_gradient(agent, target, batch, args)
-    gradient_step(gradient, critic_optimizer, args.max_grad_norm)
-    if number % args.policy_delay == 0:
-        gradient, losses["actor"] = actor_gradient(agent, batch, args)
-        gradient_step(gradient, actor_optimizer, args.max_grad_norm)
-        move_target(target, agent, args.polyak)
-    return losses
+    critic_loss, actor_loss = loss_functions  # those above, compiled where --compile says so
+
+    q_loss = critic_loss(agent, target, batch, args)
+    critic_optimizer.zero_grad()
+    q_loss.backward()
+    average_gradients(agent.critics)
+    nn.utils.clip_grad_norm_(agent.critics.parameters(), args.max_grad_norm)
+    critic_optimizer.step()
+    if number % args.policy_delay != args.policy_delay - 1:
+        return {"critic": q_loss}  # actors and target networks wait
+
+    agent.critics.requires_grad_(False)  # the actors' loss passes through them to the actions
+    policy_loss = actor_loss(agent, batch, args)
+    actor_optimizer.zero_grad()
+    policy_loss.backward()
+    average_gradients(agent.actors)
+    nn.utils.clip_grad_norm_(agent.actors.parameters(), args.max_grad_norm)
+    actor_optimizer.step()
+    agent.critics.requires_grad_(True)
+
+    soft_update(target, agent, args.tau)
+    return {"critic": q_loss, "actor": policy_loss}
 
 
 def train(args: Args) -> Result:
@@ -265,32 +264,29 @@ def train(args: Args) -> Result:
     workers = Workers(run, collect, multi_agent=True)
     agent = Agent(workers.envs, args).to(run.device)
     target = copy.deepcopy(agent).requires_grad_(False)
-    learning_rate = torch.tensor(args.learning_rate, device=run.device)
-    optimizers = critic_optimizer, actor_optimizer = [
-        torch.optim.Adam([flatten(network)], learning_rate, fused=True)
-        for network in (agent.critics, agent.actors)
-    ]
+    critic_optimizer = torch.optim.Adam(agent.critics.parameters(), args.learning_rate, fused=True)
+    actor_optimizer = torch.optim.Adam(agent.actors.parameters(), args.learning_rate, fused=True)
+    optimizers = critic_optimizer, actor_optimizer
+    loss_functions = run.compile(critic_loss, actor_loss)
     agents = (workers.envs.num_agents,)
-    rollout = workers.start(agent, args.horizon, alive=agents, next_alive=agents)
+    rollout = workers.start(agent, args.num_steps, alive=agents, next_alive=agents)
     replay = ReplayBuffer(run, rollout, args.buffer_size)
-    gradients = run.gradient(critic_loss, agent.critics), run.gradient(actor_loss, agent.actors)
     step = run.start(
         agent=agent, target=target, critic_optimizer=critic_optimizer,
         actor_optimizer=actor_optimizer, workers=workers, replay=replay,
     )  # fmt: skip
 
-    losses: dict[str, Tensor] = {}  # of the last updates
+    losses: dict[str, Tensor] = {}  # of the last update
     while step < args.total_steps:
-        left = 1 - step / args.total_steps
-        for optimizer in (critic_optimizer, actor_optimizer):
-            optimizer.param_groups[0]["lr"].fill_(args.learning_rate * left)
+        for optimizer in optimizers:
+            optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - step / args.total_steps)
         rollout = workers.collect()
         replay.add(rollout)
-        before, step = step, step + args.horizon * args.num_envs * run.learners
+        before, step = step, step + args.num_steps * args.num_envs * run.world_size
         if step >= args.warmup_steps and len(replay) >= min(args.warmup_steps, args.buffer_size):
             for number in range(int(before * args.utd_ratio), int(step * args.utd_ratio)):
                 batch = replay.sample(args.batch_size)
-                losses |= update(agent, target, optimizers, batch, gradients, number, args)
+                losses |= update(agent, target, optimizers, loss_functions, batch, number, args)
 
         run.log_episodes(step, rollout)
         if step // args.log_every > before // args.log_every:

@@ -28,14 +28,9 @@ import tyro
 from torch import nn
 
 import vec_envs
-from algos.worker_learner import (
-    LONGEST_EVALUATION,
-    UserError,
-    check_args,
-    compare_returns,
-    load_checked,
-    score,
-)
+from algos.worker_learner.arguments import UserError, check_args, say_in_one_sentence
+from algos.worker_learner.files import load_checked
+from algos.worker_learner.workers import LONGEST_EVALUATION, compare_returns, score
 
 FASTEST_FILM = {".mp4": 50, ".gif": 25}  # pictures a second; a Hopper steps 125 times a second
 LONGEST_FILM = 60  # seconds, for environments whose episodes need not end
@@ -299,9 +294,8 @@ def main(args: Args) -> None:
         tasks.get("".join(asked), print_score)(args, load(args))
     except OSError as error:  # full disk, no permission
         raise UserError(_line(error)) from None
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
 
 
 if __name__ == "__main__":
+    sys.excepthook = say_in_one_sentence
     main(tyro.cli(Args, config=(tyro.conf.FlagCreatePairsOff,)))

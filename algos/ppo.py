@@ -1,8 +1,7 @@
 """Proximal policy optimisation (PPO): a2c.py plus epochs on each rollout, kept honest by a clip.
 
 Schulman, Wolski, Dhariwal, Radford, Klimov 2017, arXiv:1707.06347. With the probability ratio
-ρ_t(θ) = π_θ(a_t|s_t) / π_old(a_t|s_t) and the advantage Â_t,
-R_t = Â_t + V_old(s_t),
+ρ_t(θ) = π_θ(a_t|s_t) / π_old(a_t|s_t), the advantage Â_t and the return R_t = Â_t + V_old(s_t),
 
     L(θ) = − E[ min( ρ_t Â_t , clip(ρ_t, 1−ε, 1+ε) Â_t ) ]
            + c_V ½ E[ (V(s_t) − R_t)² ] − c_H E[ H(π(·|s_t)) ]
@@ -10,16 +9,14 @@ R_t = Â_t + V_old(s_t),
     python algos/ppo.py --env Ant            continuous actions (Box)
     python algos/ppo.py --env CartPole       discrete actions
 
-What makes it work, each where it stands:
-- `gae`: a truncated episode bootstraps from the value of its true last observation, a terminated
-  one does not; the trace is cut at both.
-- `Normalizer`, `RewardScaler`: running statistics, buffers of the agent, so they are saved with it,
-  frozen at evaluation, and fixed within an iteration (both old and new π see the same numbers).
-- `minibatch_loss`: advantages normalised per minibatch.
-- `update`: one shuffle an epoch, nothing read back from the device inside.
-- `train`, `adapt_learning_rate`: the learning rate annealed, or adapted to the KL divergence.
-- `Agent`: orthogonal weights, a nearly silent last layer, a standard deviation that does not depend
-  on the state.
+What differs from a2c.py: `policy_loss` has the ratio and the clip; `update` makes several epochs of
+minibatches; `adapt_learning_rate`. What the paper does not have, and most implementations do:
+- observations and rewards are divided by running statistics, saved with the agent, frozen at
+  evaluation and fixed within an iteration, so that π_old and π_θ see the same numbers;
+- advantages are normalised in each minibatch, gradients are clipped to a norm;
+- a truncated episode bootstraps from the value of its true last observation (`gae`);
+- orthogonal weights, a last layer of the actor near zero, σ a parameter that no state changes;
+- 64 environments, the learning rate annealed to zero or adapted to the KL divergence.
 """
 
 import math
@@ -29,28 +26,28 @@ from typing import Literal
 import gymnasium
 import torch
 from torch import Tensor, nn
+from torch.distributions import Categorical, Distribution, Independent, Normal
 
 import vec_envs
 from algos.worker_learner import (
+    Normalizer,
     Result,
+    RewardScaler,
     Run,
     RunArgs,
     Workers,
-    count_learners,
-    flatten,
-    gradient_step,
+    average_gradients,
     mean_over_learners,
     parse,
     std_mean_over_learners,
-    var_mean_over_learners,
 )
 
 
 @dataclass
 class Args(RunArgs):
-    """PPO on any environment of vec_envs."""
+    """PPO on any environment."""
 
-    horizon: int = 64
+    num_steps: int = 64
     """steps of each environment in a rollout"""
     learning_rate: float = 5e-4
     """of Adam, for actor and critic"""
@@ -62,14 +59,12 @@ class Args(RunArgs):
     """passes over each rollout"""
     minibatch_size: int = 512
     """transitions of one gradient step"""
-    discount: float = 0.99
-    """γ"""
+    gamma: float = 0.99
+    """γ, the discount factor"""
     gae_lambda: float = 0.95
     """λ of the advantage estimator: 0 trusts the critic, 1 the returns"""
     clip: float = 0.2
     """ε: how far the probability ratio may leave 1 before its gradient stops"""
-    clip_value: bool = False
-    """also clip the change of the value"""
     value_coef: float = 0.5
     """c_V, weight of the value loss"""
     entropy_coef: float = 0.0
@@ -83,9 +78,9 @@ class Args(RunArgs):
 
 
 LIMITS = {
-    **dict.fromkeys(("horizon", "minibatch_size"), (2, None)),
+    **dict.fromkeys(("num_steps", "minibatch_size"), (2, None)),
     **dict.fromkeys(("epochs", "hidden_size"), (1, None)),
-    **dict.fromkeys(("discount", "gae_lambda"), (0, 1)),
+    **dict.fromkeys(("gamma", "gae_lambda"), (0, 1)),
     **dict.fromkeys(("target_kl", "max_grad_norm"), (1e-9, None)),
     "initial_log_std": (-10, 10),
 }
@@ -94,62 +89,18 @@ LIMITS = {
 TUNED = {
     "CartPole": dict(total_steps=49_152, eval_every=10_000, learning_rate=1e-3, gae_lambda=0.98),
     "Acrobot": dict(total_steps=98_304, eval_every=20_000, num_envs=32, minibatch_size=256,
-                    learning_rate=1e-3, discount=0.98),
-    "Ant": dict(total_steps=2_500_000, horizon=32, epochs=4, minibatch_size=1024,
+                    learning_rate=1e-3, gamma=0.98),
+    "Ant": dict(total_steps=2_500_000, num_steps=32, epochs=4, minibatch_size=1024,
                 learning_rate=1e-3, initial_log_std=-1.0),
-    "HalfCheetah": dict(horizon=32, minibatch_size=128, learning_rate=3e-4, initial_log_std=-1.0,
-                        discount=0.98, gae_lambda=0.92),
+    "HalfCheetah": dict(num_steps=32, minibatch_size=128, learning_rate=3e-4, initial_log_std=-1.0,
+                        gamma=0.98, gae_lambda=0.92),
     "Hopper": dict(learning_rate_schedule="adaptive"),
-    "Walker2d": dict(horizon=32),
-    "Pendulum": dict(minibatch_size=1024, learning_rate=1e-3, discount=0.95),
-    "LunarLanderContinuous-v3": dict(discount=0.999, gae_lambda=0.98),
-    "BipedalWalker-v3": dict(total_steps=2_500_000, horizon=256, minibatch_size=2048,
+    "Walker2d": dict(num_steps=32),
+    "Pendulum": dict(minibatch_size=1024, learning_rate=1e-3, gamma=0.95),
+    "LunarLanderContinuous-v3": dict(gamma=0.999, gae_lambda=0.98),
+    "BipedalWalker-v3": dict(total_steps=2_500_000, num_steps=256, minibatch_size=2048,
                              learning_rate=7e-4, initial_log_std=-0.5),
 }  # fmt: skip
-
-
-class Normalizer(nn.Module):
-    """Observations with mean 0 and variance 1, by the statistics of all that was seen."""
-
-    def __init__(self, size: int):
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(size))
-        self.register_buffer("var", torch.ones(size))
-        self.register_buffer("count", torch.tensor(0.0))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return ((x - self.mean) * torch.rsqrt(self.var + 1e-8)).clamp(-10, 10)
-
-    def update(self, x: Tensor) -> None:
-        """Take in all learners' batches x (B, size); Chan's formula for the variance of a union."""
-        x = x.reshape(-1, x.shape[-1])
-        var, mean = var_mean_over_learners(x, 0)
-        size = len(x) * count_learners()
-        total = self.count + size
-        share = size / total
-        between = (mean - self.mean).square() * (1 - share)
-        self.mean.lerp_(mean, share)
-        self.var.lerp_(var + between, share)
-        self.count.copy_(total)
-
-
-class RewardScaler(nn.Module):
-    """Rewards divided by the standard deviation of the discounted return, G ← γ G + r."""
-
-    def __init__(self, num_envs: int, discount: float):
-        super().__init__()
-        self.discount = discount
-        self.register_buffer("discounted_return", torch.zeros(num_envs))
-        self.statistics = Normalizer(1)
-
-    def forward(self, reward: Tensor, done: Tensor) -> Tensor:  # both (T, N)
-        returns = torch.empty_like(reward)
-        for t in range(len(reward)):
-            self.discounted_return.mul_(self.discount).add_(reward[t])
-            returns[t] = self.discounted_return
-            self.discounted_return.masked_fill_(done[t], 0)
-        self.statistics.update(returns.unsqueeze(-1))
-        return (reward * torch.rsqrt(self.statistics.var + 1e-8)).clamp(-10, 10)
 
 
 def mlp(inputs: int, hidden: int, outputs: int, last_gain: float) -> nn.Sequential:
@@ -164,8 +115,8 @@ def mlp(inputs: int, hidden: int, outputs: int, last_gain: float) -> nn.Sequenti
 class Agent(nn.Module):
     """Actor and critic. forward: observation (N, obs_dim) → the environment's action, no noise.
 
-    Continuous: a Gaussian around actor(s) in units where the action range is [−1, 1]; what leaves
-    the range is clipped on its way to the environment only. Discrete: actor(s) are logits.
+    Continuous: a Gaussian around actor(s), where the action range is [−1, 1]; what leaves the range
+    is clipped on its way to the environment only. Discrete: actor(s) are logits.
     """
 
     def __init__(self, observation_space, action_space, args: Args):
@@ -174,7 +125,7 @@ class Agent(nn.Module):
         self.discrete = isinstance(action_space, gymnasium.spaces.Discrete)
         outputs = int(action_space.n) if self.discrete else action_space.shape[0]
         self.normalizer = Normalizer(obs_dim)
-        self.reward_scaler = RewardScaler(args.num_envs, args.discount)
+        self.reward_scaler = RewardScaler(args.num_envs, args.gamma)
         self.actor = mlp(obs_dim, args.hidden_size, outputs, last_gain=0.01)
         self.critic = mlp(obs_dim, args.hidden_size, 1, last_gain=1.0)
         if not self.discrete:
@@ -192,24 +143,13 @@ class Agent(nn.Module):
             return action
         return self.action_center + self.action_scale * action.clamp(-1, 1)
 
-    def sample(self, obs: Tensor) -> Tensor:
-        output = self.actor(self.normalizer(obs))
-        if self.discrete:  # argmax of logits plus Gumbel noise is a draw from the softmax
-            return (output - torch.empty_like(output).exponential_().log()).argmax(-1)
-        return output + self.log_std.exp() * torch.randn_like(output)
-
-    def log_prob_entropy(self, x: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
-        """log π(a|s) and the entropy of π(·|s), each (...), for normalised observations x."""
+    def policy(self, x: Tensor) -> Distribution:
+        """π(·|s) for normalised observations x (..., obs_dim)."""
         output = self.actor(x)
         if self.discrete:
-            log_probs = output.log_softmax(-1)
-            log_prob = log_probs.gather(-1, action.unsqueeze(-1)).squeeze(-1)
-            return log_prob, -(log_probs.exp() * log_probs).sum(-1)
-        log_std = self.log_std
-        z = (action - output) * (-log_std).exp()
-        normalization = (log_std + 0.5 * math.log(2 * math.pi)).sum()
-        log_prob = -0.5 * z.square().sum(-1) - normalization
-        return log_prob, (normalization + 0.5 * z.shape[-1]).expand_as(log_prob)
+            return Categorical(logits=output, validate_args=False)
+        normal = Normal(output, self.log_std.exp().expand_as(output), validate_args=False)
+        return Independent(normal, 1, validate_args=False)  # log π(a|s): the sum over dimensions
 
     def value(self, x: Tensor) -> Tensor:  # (..., obs_dim) -> (...)
         return self.critic(x).squeeze(-1)
@@ -217,15 +157,15 @@ class Agent(nn.Module):
 
 @torch.no_grad()
 def collect(agent: Agent, envs: vec_envs.VecEnv, rollout: dict[str, Tensor]) -> None:
-    """T steps of the present policy in every env."""
+    """T steps of the present policy in every environment."""
     for t in range(len(rollout["obs"])):
         obs = envs.obs
-        action = agent.sample(obs)
+        action = agent.policy(agent.normalizer(obs)).sample()
         rollout["obs"][t] = obs
         rollout["action"][t] = action
         _, reward, terminated, truncated, info = envs.step(agent.to_env(action))
         rollout["reward"][t] = reward
-        rollout["next_obs"][t] = info["final_obs"]
+        rollout["next_obs"][t] = info["final_obs"]  # the true one, at an episode's end too
         rollout["terminated"][t] = terminated
         rollout["done"][t] = terminated | truncated
         rollout["episode_return"][t] = info["episode_return"]
@@ -238,12 +178,29 @@ def gae(reward, value, next_value, terminated, done, args: Args) -> Tensor:
     δ_t = r_t + γ (1 − terminated_t) V(s'_t) − V(s_t)      s'_t: the true next observation
     Â_t = δ_t + γ λ (1 − done_t) Â_{t+1}
     """
-    delta = reward + args.discount * next_value * ~terminated - value
-    decay = args.discount * args.gae_lambda * (~done).to(delta)
+    delta = reward + args.gamma * next_value * ~terminated - value
+    decay = args.gamma * args.gae_lambda * (~done).to(delta)
     advantage, following = torch.empty_like(delta), torch.zeros_like(delta[0])
     for t in reversed(range(len(delta))):
         advantage[t] = following = delta[t] + decay[t] * following
     return advantage
+
+
+@torch.no_grad()
+def prepare(agent: Agent, rollout: dict[str, Tensor], args: Args) -> dict[str, Tensor]:
+    """What the epochs need of each transition, (T·N, ...), computed once by the old policy."""
+    obs = agent.normalizer(rollout["obs"])
+    value, next_value = agent.value(obs), agent.value(agent.normalizer(rollout["next_obs"]))
+    reward = agent.reward_scaler(rollout["reward"], rollout["done"])
+    advantage = gae(reward, value, next_value, rollout["terminated"], rollout["done"], args)
+    batch = {
+        "obs": obs,
+        "action": rollout["action"],
+        "log_prob": agent.policy(obs).log_prob(rollout["action"]),
+        "advantage": advantage,
+        "returns": advantage + value,
+    }
+    return {name: tensor.flatten(0, 1) for name, tensor in batch.items()}
 
 
 def policy_loss(log_ratio: Tensor, advantage: Tensor, clip: float) -> Tensor:
@@ -253,53 +210,32 @@ def policy_loss(log_ratio: Tensor, advantage: Tensor, clip: float) -> Tensor:
     return -torch.minimum(ratio * advantage, clipped * advantage).mean()
 
 
-def value_loss(value: Tensor, old_value: Tensor, returns: Tensor, args: Args) -> Tensor:
-    """½ E[ (V − R)² ], or the larger of that and the same with V within ε of what it was."""
-    squared_error = (value - returns).square()
-    if args.clip_value:
-        clipped = old_value + (value - old_value).clamp(-args.clip, args.clip)
-        squared_error = torch.maximum(squared_error, (clipped - returns).square())
-    return 0.5 * squared_error.mean()
+def value_loss(value: Tensor, returns: Tensor) -> Tensor:
+    """½ E[ (V − R)² ]"""
+    return 0.5 * (value - returns).square().mean()
 
 
-@torch.no_grad()
-def prepare(agent: Agent, rollout: dict[str, Tensor], args: Args) -> dict[str, Tensor]:
-    """What the epochs need of each transition, (T·N, ...), computed once by the old policy."""
-    obs = agent.normalizer(rollout["obs"])
-    value, next_value = agent.value(obs), agent.value(agent.normalizer(rollout["next_obs"]))
-    done = rollout["done"]
-    reward = agent.reward_scaler(rollout["reward"], done)
-    advantage = gae(reward, value, next_value, rollout["terminated"], done, args)
-    batch = {
-        "obs": obs,
-        "action": rollout["action"],
-        "log_prob": agent.log_prob_entropy(obs, rollout["action"])[0],
-        "value": value,
-        "advantage": advantage,
-        "returns": advantage + value,
-    }
-    return {name: tensor.flatten(0, 1) for name, tensor in batch.items()}
-
-
-def minibatch_loss(agent: Agent, batch: dict[str, Tensor], args: Args) -> tuple[Tensor, dict]:
-    """The loss of one minibatch, and what to log of it."""
-    log_prob, entropy = agent.log_prob_entropy(batch["obs"], batch["action"])
-    log_ratio = log_prob - batch["log_prob"]
+def ppo_loss(agent: Agent, batch: dict[str, Tensor], args: Args) -> tuple[Tensor, dict]:
+    """L(θ) of one minibatch, and what to log of it."""
+    policy = agent.policy(batch["obs"])
+    log_ratio = policy.log_prob(batch["action"]) - batch["log_prob"]
     std, mean = std_mean_over_learners(batch["advantage"])
     advantage = (batch["advantage"] - mean) / (std + 1e-8)
     losses = {
         "policy": policy_loss(log_ratio, advantage, args.clip),
-        "value": value_loss(agent.value(batch["obs"]), batch["value"], batch["returns"], args),
-        "entropy": entropy.mean(),
+        "value": value_loss(agent.value(batch["obs"]), batch["returns"]),
+        "entropy": policy.entropy().mean(),
     }
-    total = losses["policy"] + args.value_coef * losses["value"]
-    total = total - args.entropy_coef * losses["entropy"]
-    with torch.no_grad():  # Schulman's estimator of the KL divergence, never negative
-        losses["kl"] = (log_ratio.exp() - 1 - log_ratio).mean()
-    return total, losses
+    loss = losses["policy"] + args.value_coef * losses["value"]
+    loss = loss - args.entropy_coef * losses["entropy"]
+    with torch.no_grad():
+        ratio = log_ratio.exp()
+        losses["approx_kl"] = (ratio - 1 - log_ratio).mean()  # Schulman's estimator, never < 0
+        losses["clip_fraction"] = ((ratio - 1).abs() > args.clip).float().mean()
+    return loss, losses
 
 
-def update(agent: Agent, optimizer, rollout, loss_gradient, args: Args) -> dict[str, Tensor]:
+def update(agent: Agent, optimizer, rollout, ppo_loss, args: Args) -> dict[str, Tensor]:
     """Some epochs of minibatch gradient steps -> mean of each logged quantity."""
     batch = prepare(agent, rollout, args)
     size, device = len(batch["obs"]), batch["obs"].device
@@ -308,22 +244,29 @@ def update(agent: Agent, optimizer, rollout, loss_gradient, args: Args) -> dict[
         for index in torch.randperm(size, device=device).split(args.minibatch_size):
             if len(index) < 2:  # a single advantage cannot be normalised
                 continue
-            minibatch = {name: tensor[index] for name, tensor in batch.items()}
-            gradient, _, losses = loss_gradient(agent, minibatch, args)
-            losses["gradient_norm"] = gradient_step(gradient, optimizer, args.max_grad_norm)
-            logged.append(losses)
-            if args.learning_rate_schedule == "adaptive":
-                adapt_learning_rate(optimizer, mean_over_learners(losses["kl"]), args.target_kl)
+            loss, losses = ppo_loss(agent, {name: x[index] for name, x in batch.items()}, args)
+            optimizer.zero_grad()
+            loss.backward()
+            average_gradients(agent)
+            norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
+            optimizer.step()
+            logged.append({name: x.detach() for name, x in losses.items()} | {"grad_norm": norm})
+        if args.learning_rate_schedule == "adaptive":
+            adapt_learning_rate(optimizer, mean_over_learners(logged[-1]["approx_kl"]), args)
     agent.normalizer.update(rollout["obs"])  # last, so that all of the above saw one normaliser
-    return {name: sum(losses[name] for losses in logged) / len(logged) for name in logged[0]}
+    unexplained = batch["advantage"].var(correction=0)  # R − V_old = Â
+    unexplained = unexplained / (batch["returns"].var(correction=0) + 1e-8)
+    losses = {name: torch.stack([x[name] for x in logged]).mean() for name in logged[0]}
+    return losses | {"explained_variance": 1 - unexplained}
 
 
-@torch.no_grad()
-def adapt_learning_rate(optimizer, kl: Tensor, target: float) -> None:
-    """A third less where the policy moved too far, half more where it hardly moved."""
-    rate = optimizer.param_groups[0]["lr"]
-    factor = torch.where(kl > 2 * target, 1 / 1.5, torch.where(kl < target / 2, 1.5, 1.0))
-    rate.copy_((rate * factor).clamp(1e-6, 1e-2))
+def adapt_learning_rate(optimizer, kl: Tensor, args: Args) -> None:
+    """After an epoch: a third less where the policy moved too far, half more where too little."""
+    group = optimizer.param_groups[0]
+    if kl > 2 * args.target_kl:
+        group["lr"] = max(group["lr"] / 1.5, 1e-6)
+    elif kl < args.target_kl / 2:
+        group["lr"] = min(group["lr"] * 1.5, 1e-2)
 
 
 def train(args: Args) -> Result:
@@ -331,20 +274,18 @@ def train(args: Args) -> Result:
     args = run.args
     workers = Workers(run, collect)
     agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
-    weights = flatten(agent)  # all parameters, now views of one vector
-    learning_rate = torch.tensor(args.learning_rate, device=run.device)
-    optimizer = torch.optim.Adam([weights], learning_rate, eps=1e-5, fused=True)
-    workers.start(agent, args.horizon)
-    loss_gradient = run.gradient(minibatch_loss, agent)  # → ∂ loss / ∂ weights, loss, losses
+    optimizer = torch.optim.Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True)
+    loss_function = run.compile(ppo_loss)
+    workers.start(agent, args.num_steps)
     step = run.start(agent=agent, optimizer=optimizer, workers=workers)
 
     while step < args.total_steps:
-        left = 1 - step / args.total_steps
         if args.learning_rate_schedule == "anneal":
-            optimizer.param_groups[0]["lr"].fill_(args.learning_rate * left)
+            left = 1 - step / args.total_steps
+            optimizer.param_groups[0]["lr"] = args.learning_rate * left
         rollout = workers.collect()
-        step += args.horizon * args.num_envs * run.learners
-        losses = update(agent, optimizer, rollout, loss_gradient, args)
+        step += args.num_steps * args.num_envs * run.world_size
+        losses = update(agent, optimizer, rollout, loss_function, args)
 
         run.log_episodes(step, rollout)
         run.log(step, losses, learning_rate=optimizer.param_groups[0]["lr"])

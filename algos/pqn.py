@@ -10,14 +10,15 @@ from the true next observation s'_t of every step, computed before the epochs,
     python algos/pqn.py --env CartPole            an environment of vec_envs
     python algos/pqn.py --env LunarLander-v3      a Gymnasium id
 
-What makes it work, each where it stands:
-- `QNetwork`: LayerNorm before each ReLU bounds how far one update can move the other states' Q.
-- `lambda_returns`: a truncated episode bootstraps from its true last observation, a terminated one
-  does not; λ carries the reward of a whole rollout back at once. Exploring steps do not cut it
+What differs from dqn.py:
+- `mlp`: LayerNorm before each ReLU bounds how far one update can move the other states' Q.
+- `lambda_returns` carry the reward of a whole rollout back at once. Random actions do not cut them
   (Peng's Q(λ), not Watkins').
-- `collect`, `epsilon_at`: ε-greedy, ε annealed by the step; a buffer of the agent, so worker
-  processes see it as well.
-- `train`: RAdam, whose first steps are short while it does not know the gradient's variance.
+- `update`: epochs on the newest rollout, as in ppo.py; RAdam, whose first steps are short.
+What differs from the paper, with its CartPole in brackets: 16 environments (32), 8 epochs (4), a
+learning rate of 3e-3 (1e-4), λ 0.9 (0.95), a last ε of 0.05 (0.2), rewards not scaled (0.1);
+observations are normalised by running statistics; a truncated episode bootstraps from its true
+last observation.
 """
 
 from dataclasses import dataclass
@@ -27,15 +28,13 @@ from torch import Tensor, nn
 
 import vec_envs
 from algos.worker_learner import (
+    Normalizer,
     Result,
     Run,
     RunArgs,
     Workers,
-    count_learners,
-    flatten,
-    gradient_step,
+    average_gradients,
     parse,
-    var_mean_over_learners,
 )
 
 
@@ -45,20 +44,20 @@ class Args(RunArgs):
 
     env: str = "CartPole"
     num_envs: int = 16
-    horizon: int = 32
+    num_steps: int = 32
     """steps of each environment in a rollout"""
-    learning_rate: float = 3e-3
-    """of RAdam, annealed linearly to zero"""
     epochs: int = 8
     """passes over each rollout"""
     minibatch_size: int = 128
     """transitions of one gradient step"""
-    discount: float = 0.99
-    """γ"""
+    learning_rate: float = 3e-3
+    """of RAdam, annealed linearly to zero"""
+    gamma: float = 0.99
+    """γ, the discount factor"""
     q_lambda: float = 0.9
-    """λ of the returns: 0 trusts Q at once, 1 only what came in the rollout"""
+    """λ of the returns: 0 trusts Q after one step, 1 the rewards until the rollout ends"""
     final_epsilon: float = 0.05
-    """ε in the end: how often the action is a random one"""
+    """ε in the end: the probability of a random action"""
     exploration_fraction: float = 0.5
     """part of the run during which ε goes from 1 to --final-epsilon"""
     max_grad_norm: float = 10.0
@@ -68,12 +67,12 @@ class Args(RunArgs):
 
 
 LIMITS = {
-    **dict.fromkeys(("horizon", "epochs", "minibatch_size", "hidden_size"), (1, None)),
-    **dict.fromkeys(("discount", "q_lambda", "final_epsilon", "exploration_fraction"), (0, 1)),
+    **dict.fromkeys(("num_steps", "epochs", "minibatch_size", "hidden_size"), (1, None)),
+    **dict.fromkeys(("gamma", "q_lambda", "final_epsilon", "exploration_fraction"), (0, 1)),
     "max_grad_norm": (1e-9, None),
 }
 
-# What differs by environment, as in the tables of papers; a flag on the command line wins.
+# What differs by environment; a flag on the command line wins.
 TUNED = {
     "CartPole": dict(total_steps=49_664, eval_every=10_000),
     "Acrobot": dict(total_steps=99_840, eval_every=20_000),
@@ -82,44 +81,12 @@ TUNED = {
 }
 
 
-class Normalizer(nn.Module):
-    """Observations with mean 0 and variance 1, by the statistics of all that was seen."""
-
-    def __init__(self, size: int):
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(size))
-        self.register_buffer("var", torch.ones(size))
-        self.register_buffer("count", torch.tensor(0.0))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return ((x - self.mean) * torch.rsqrt(self.var + 1e-8)).clamp(-10, 10)
-
-    def update(self, x: Tensor) -> None:
-        """Take in all learners' batches x (B, size); Chan's formula for the variance of a union."""
-        x = x.reshape(-1, x.shape[-1])
-        var, mean = var_mean_over_learners(x, 0)
-        size = len(x) * count_learners()
-        total = self.count + size
-        share = size / total
-        between = (mean - self.mean).square() * (1 - share)
-        self.mean.lerp_(mean, share)
-        self.var.lerp_(var + between, share)
-        self.count.copy_(total)
-
-
-class QNetwork(nn.Module):
-    """Normalised observations (..., obs_dim) → Q of every action (..., num_actions)."""
-
-    def __init__(self, obs_dim: int, num_actions: int, hidden: int):
-        super().__init__()
-        self.layers = nn.Sequential(
-            *(nn.Linear(obs_dim, hidden), nn.LayerNorm(hidden), nn.ReLU()),
-            *(nn.Linear(hidden, hidden), nn.LayerNorm(hidden), nn.ReLU()),
-            nn.Linear(hidden, num_actions),
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x)
+def mlp(inputs: int, hidden: int, outputs: int) -> nn.Sequential:
+    return nn.Sequential(
+        *(nn.Linear(inputs, hidden), nn.LayerNorm(hidden), nn.ReLU(inplace=True)),
+        *(nn.Linear(hidden, hidden), nn.LayerNorm(hidden), nn.ReLU(inplace=True)),
+        nn.Linear(hidden, outputs),
+    )
 
 
 class Agent(nn.Module):
@@ -129,8 +96,8 @@ class Agent(nn.Module):
         super().__init__()
         obs_dim, self.num_actions = observation_space.shape[0], int(action_space.n)
         self.normalizer = Normalizer(obs_dim)
-        self.q_network = QNetwork(obs_dim, self.num_actions, args.hidden_size)
-        self.register_buffer("epsilon", torch.tensor(1.0))
+        self.q_network = mlp(obs_dim, args.hidden_size, self.num_actions)
+        self.register_buffer("epsilon", torch.tensor(1.0))  # a buffer: workers see it change
 
     def forward(self, obs: Tensor) -> Tensor:
         return self.q_network(self.normalizer(obs)).argmax(-1)
@@ -138,17 +105,17 @@ class Agent(nn.Module):
 
 @torch.no_grad()
 def collect(agent: Agent, envs: vec_envs.VecEnv, rollout: dict[str, Tensor]) -> None:
-    """T steps of every env; each action is with probability ε a random one, else the best."""
-    explores = torch.rand(rollout["action"].shape, device=envs.device) < agent.epsilon  # (T, N)
-    random_action = torch.randint_like(rollout["action"], agent.num_actions)
+    """T steps in every environment, ε-greedy."""
     for t in range(len(rollout["obs"])):
         obs = envs.obs
-        action = torch.where(explores[t], random_action[t], agent(obs))
+        random_action = torch.randint_like(rollout["action"][t], agent.num_actions)
+        explore = torch.rand_like(rollout["reward"][t]) < agent.epsilon
+        action = torch.where(explore, random_action, agent(obs))
         rollout["obs"][t] = obs
         rollout["action"][t] = action
         _, reward, terminated, truncated, info = envs.step(action)
         rollout["reward"][t] = reward
-        rollout["next_obs"][t] = info["final_obs"]
+        rollout["next_obs"][t] = info["final_obs"]  # the true one, at an episode's end too
         rollout["terminated"][t] = terminated
         rollout["done"][t] = terminated | truncated
         rollout["episode_return"][t] = info["episode_return"]
@@ -166,47 +133,51 @@ def lambda_returns(reward, next_value, terminated, done, args: Args) -> Tensor:
 
     Where an episode or the rollout ends, V(s'_t) = max_a Q(s'_t, a) stands for all that follows.
     """
-    discount = args.discount * (~terminated).to(reward)
-    trace = args.q_lambda * (~done).to(reward)
+    discount = args.gamma * (~terminated).to(reward)
+    decay = args.q_lambda * (~done).to(reward)
     returns, following = torch.empty_like(reward), next_value[-1]
     for t in reversed(range(len(reward))):
-        following = torch.lerp(next_value[t], following, trace[t])
-        following = returns[t] = reward[t] + discount[t] * following
+        following = torch.lerp(next_value[t], following, decay[t])
+        returns[t] = following = reward[t] + discount[t] * following
     return returns
-
-
-def q_loss(agent: Agent, batch: dict[str, Tensor]) -> tuple[Tensor, dict]:
-    """½ E[ (Q(s, a) − G)² ] of one minibatch, and what to log of it."""
-    q = agent.q_network(batch["obs"]).gather(-1, batch["action"].unsqueeze(-1)).squeeze(-1)
-    loss = 0.5 * (q - batch["returns"]).square().mean()
-    return loss, {"q_loss": loss, "q_value": q.mean()}
 
 
 @torch.no_grad()
 def prepare(agent: Agent, rollout: dict[str, Tensor], args: Args) -> dict[str, Tensor]:
     """What the epochs need of each transition, (T·N, ...), computed once by the old Q."""
     next_value = agent.q_network(agent.normalizer(rollout["next_obs"])).amax(-1)
-    returns = lambda_returns(
-        rollout["reward"], next_value, rollout["terminated"], rollout["done"], args
-    )
-    obs = agent.normalizer(rollout["obs"])
-    batch = {"obs": obs, "action": rollout["action"], "returns": returns}
+    ends = rollout["terminated"], rollout["done"]
+    batch = {
+        "obs": agent.normalizer(rollout["obs"]),
+        "action": rollout["action"],
+        "returns": lambda_returns(rollout["reward"], next_value, *ends, args),
+    }
     return {name: tensor.flatten(0, 1) for name, tensor in batch.items()}
 
 
-def update(agent: Agent, optimizer, rollout, loss_gradient, args: Args) -> dict[str, Tensor]:
+def q_loss(agent: Agent, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """½ E[ (Q(s, a) − G)² ] of one minibatch, and Q(s, a), (B,)."""
+    q = agent.q_network(batch["obs"])  # (B, num_actions)
+    q = q.gather(-1, batch["action"].unsqueeze(-1)).squeeze(-1)
+    return 0.5 * (q - batch["returns"]).square().mean(), q.detach()
+
+
+def update(agent: Agent, optimizer, rollout, q_loss, args: Args) -> dict[str, Tensor]:
     """Some epochs of minibatch gradient steps -> mean of each logged quantity."""
     batch = prepare(agent, rollout, args)
     size, device = len(batch["obs"]), batch["obs"].device
     logged = []
     for _ in range(args.epochs):
         for index in torch.randperm(size, device=device).split(args.minibatch_size):
-            minibatch = {name: tensor[index] for name, tensor in batch.items()}
-            gradient, _, losses = loss_gradient(agent, minibatch)
-            losses["gradient_norm"] = gradient_step(gradient, optimizer, args.max_grad_norm)
-            logged.append(losses)
+            loss, q = q_loss(agent, {name: x[index] for name, x in batch.items()})
+            optimizer.zero_grad()
+            loss.backward()
+            average_gradients(agent.q_network)
+            norm = nn.utils.clip_grad_norm_(agent.q_network.parameters(), args.max_grad_norm)
+            optimizer.step()
+            logged.append({"q": loss.detach(), "q_value": q.mean(), "grad_norm": norm})
     agent.normalizer.update(rollout["obs"])  # last, so that all of the above saw one normaliser
-    return {name: sum(losses[name] for losses in logged) / len(logged) for name in logged[0]}
+    return {name: torch.stack([x[name] for x in logged]).mean() for name in logged[0]}
 
 
 def train(args: Args) -> Result:
@@ -214,21 +185,18 @@ def train(args: Args) -> Result:
     args = run.args
     workers = Workers(run, collect, "discrete")
     agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
-    weights = flatten(agent)  # all parameters, now views of one vector
-    on_gpu = run.device.type == "cuda"
-    learning_rate = torch.tensor(args.learning_rate, device=run.device)
-    optimizer = torch.optim.RAdam([weights], learning_rate, eps=1e-5, capturable=on_gpu)
-    workers.start(agent, args.horizon)
-    loss_gradient = run.gradient(q_loss, agent)
+    optimizer = torch.optim.RAdam(agent.q_network.parameters(), args.learning_rate, eps=1e-5)
+    loss_function = run.compile(q_loss)
+    workers.start(agent, args.num_steps)
     step = run.start(agent=agent, optimizer=optimizer, workers=workers)
 
     while step < args.total_steps:
         agent.epsilon.fill_(epsilon_at(step, args))
         left = 1 - step / args.total_steps
-        optimizer.param_groups[0]["lr"].fill_(args.learning_rate * left)
+        optimizer.param_groups[0]["lr"] = args.learning_rate * left
         rollout = workers.collect()
-        step += args.horizon * args.num_envs * run.learners
-        losses = update(agent, optimizer, rollout, loss_gradient, args)
+        step += args.num_steps * args.num_envs * run.world_size
+        losses = update(agent, optimizer, rollout, loss_function, args)
 
         run.log_episodes(step, rollout)
         run.log(step, losses)

@@ -1,25 +1,23 @@
 """QMIX: vdn.py with a mixing network in place of the sum; it sees the state and is monotonic.
 
 Rashid, Samvelyan, Schroeder de Witt, Farquhar, Foerster, Whiteson 2018, arXiv:1803.11485. The best
-joint action is still everybody's own best one as long as Q_tot grows with every Q_i, but how much
-each counts may depend on the state s and on the others:
+joint action still consists of each agent's own best one if Q_tot never falls when a Q_i grows; how
+much each Q_i counts may depend on the state s and on the others:
 
-    Q_tot(h, a, s) = w₂(s)ᵀ elu( W₁(s) [Q_1 … Q_A] + b₁(s) ) + b₂(s) ,     W₁, w₂ ≥ 0
+    Q_tot(o, a, s) = w₂(s)ᵀ elu( W₁(s) [Q_1 … Q_A] + b₁(s) ) + b₂(s) ,     W₁, w₂ ≥ 0
     ∂Q_tot / ∂Q_i ≥ 0
-    L(θ)           = E[ w α ( Q_tot(h_t, a_t, s_t) − y_t )² ]        y_t, w, α as in vdn.py
+    L(θ)           = E[ ( Q_tot(o_t, a_t, s_t) − y_t )² ]                  y_t as in vdn.py
 
     python algos/qmix.py --env Spread
     python algos/qmix.py --env lbforaging:Foraging-8x8-2p-2f-coop-v3
 
-Evaluation prints the sum of the rewards over agents and steps, and beside it what simple
-policies have there.
-
-What differs from vdn.py, each where it stands:
-- `Mixer`: W₁, b₁, w₂, b₂ are linear functions of the state (hypernetworks; b₂ has a hidden layer),
-  the weights by their absolute values. It begins close to the sum plus A.
-- α is 1: where the state decides what an agent's part is worth, no optimism was needed.
-- By default agents have no memory, as in vdn.py; the paper's have, and see their last action.
-- `collect` stores the state, `td_target` and `td_loss` hand it to the mixer.
+What differs from vdn.py:
+- `Mixer`: W₁, b₁, w₂ are linear functions of the state, b₂ has a hidden layer (hypernetworks); W₁
+  and w₂ are their absolute values.
+- `collect` stores the state; `td_target` and `td_loss` give it to the mixing network.
+- All errors count alike: the mixing network needed no weights w_t.
+What differs from the paper: what vdn.py names (there a GRU, which also sees the agent's last
+action, and episodes), and that the mixing network is initialised close to the sum plus A.
 """
 
 import copy
@@ -27,321 +25,220 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributions import Categorical
 
 import vec_envs
 from algos.worker_learner import (
+    Normalizer,
+    ReplayArgs,
     ReplayBuffer,
     Result,
+    RewardScaler,
     Run,
-    RunArgs,
     Workers,
-    count_learners,
-    flatten,
-    gradient_step,
+    average_gradients,
     parse,
-    var_mean_over_learners,
 )
 
 
 @dataclass
-class Args(RunArgs):
-    """QMIX on any environment of vec_envs with several agents and discrete actions."""
+class Args(ReplayArgs):
+    """QMIX on any environment with several agents and discrete actions."""
 
     env: str = "Spread"
-    """environment: a name of vec_envs (Spread, SpeakerListener), or pettingzoo:package.module"""
     total_steps: int = 1_500_000
-    horizon: int = 25
-    """steps of each environment in a rollout, and in a stretch of the replay buffer"""
+    num_steps: int = 25
+    """steps of each environment in a rollout, and in a stretch of a batch"""
     updates: int = 100
     """gradient steps after each rollout"""
     batch_size: int = 8
     """stretches of one gradient step"""
-    buffer_size: int = 2000
-    """stretches in the replay buffer, rounded up to a multiple of --num-envs"""
-    save_replay: bool = True
-    """keep the replay buffer in checkpoints: a resumed run goes on exactly"""
-    prioritized: bool = False
-    """replay in proportion to the TD errors (Schaul 2016) instead of uniformly"""
+    buffer_size: int = 50_000
+    """environment steps in the replay buffer"""
     learning_rate: float = 1e-3
     """of Adam, annealed linearly to zero"""
-    discount: float = 0.9
-    """γ: an episode of 25 steps that is cut off, not over, has values of 1 / (1 − γ) rewards"""
-    lowering_weight: float = 1.0
-    """α in the beginning: weight of errors that lower a value; half way it is 1, no optimism"""
-    td_lambda: float = 0.5
-    """λ: 0 trusts the target network after one step, 1 the rewards until the stretch ends"""
-    double_q: bool = True
-    """the target network values the action that the other one prefers"""
-    target_update: float = 0.01
-    """τ: how far the target network goes towards the other at each update"""
+    gamma: float = 0.9
+    """γ, the discount factor"""
+    tau: float = 0.01
+    """τ: how far the target network moves towards the other at each update"""
     final_epsilon: float = 0.05
-    """ε in the end: how often an agent's action is a random one"""
+    """ε in the end: the probability that an agent's action is a random one"""
     exploration_fraction: float = 0.3
     """part of the run during which ε goes from 1 to --final-epsilon"""
     max_grad_norm: float = 10.0
     """gradients longer than this are shortened to it"""
-    recurrent: bool = False
-    """agents remember (GRU): slower, for where they do not see all that counts"""
     hidden_size: int = 64
-    """width of the agents' layers"""
+    """width of the two hidden layers of the agents' network"""
     mixing_size: int = 32
     """width of the mixing network"""
 
 
 LIMITS = {
-    **dict.fromkeys(("horizon", "updates", "batch_size", "buffer_size", "hidden_size"), (1, None)),
-    **dict.fromkeys(("discount", "td_lambda", "target_update", "lowering_weight"), (0, 1)),
-    "mixing_size": (1, None),
+    **dict.fromkeys(("num_steps", "updates", "batch_size", "buffer_size"), (1, None)),
+    **dict.fromkeys(("gamma", "tau"), (0, 1)),
     **dict.fromkeys(("final_epsilon", "exploration_fraction"), (0, 1)),
-    "max_grad_norm": (1e-9, None),
+    **{"hidden_size": (1, None), "mixing_size": (1, None), "max_grad_norm": (1e-9, None)},
 }
 
-# What differs by environment, as in the tables of papers; a flag on the command line wins.
+# What differs by environment; a flag on the command line wins.
 TUNED = {}
 
-
-class Normalizer(nn.Module):
-    """Observations with mean 0 and variance 1, by the statistics of all that was seen."""
-
-    def __init__(self, size: int):
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(size))
-        self.register_buffer("var", torch.ones(size))
-        self.register_buffer("count", torch.tensor(0.0))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return ((x - self.mean) * torch.rsqrt(self.var + 1e-8)).clamp(-10, 10)
-
-    def update(self, x: Tensor) -> None:
-        """Take in all learners' batches x (B, size); Chan's formula for the variance of a union."""
-        x = x.reshape(-1, x.shape[-1])
-        var, mean = var_mean_over_learners(x, 0)
-        size = len(x) * count_learners()
-        total = self.count + size
-        share = size / total
-        between = (mean - self.mean).square() * (1 - share)
-        self.mean.lerp_(mean, share)
-        self.var.lerp_(var + between, share)
-        self.count.copy_(total)
+TD_LAMBDA = 0.5  # λ: 0 trusts the target network after one step, 1 the rewards of the stretch
 
 
-class RewardScaler(nn.Module):
-    """Rewards divided by the standard deviation of the discounted return, G ← γ G + r."""
-
-    def __init__(self, num_envs: int, discount: float):
-        super().__init__()
-        self.discount = discount
-        self.register_buffer("discounted_return", torch.zeros(num_envs))
-        self.statistics = Normalizer(1)
-
-    def forward(self, reward: Tensor, done: Tensor) -> Tensor:  # both (T, N)
-        returns = torch.empty_like(reward)
-        for t in range(len(reward)):
-            self.discounted_return.mul_(self.discount).add_(reward[t])
-            returns[t] = self.discounted_return
-            self.discounted_return.masked_fill_(done[t], 0)
-        self.statistics.update(returns.unsqueeze(-1))
-        return (reward * torch.rsqrt(self.statistics.var + 1e-8)).clamp(-10, 10)
+def mlp(inputs: int, hidden: int, outputs: int) -> nn.Sequential:
+    return nn.Sequential(
+        *(nn.Linear(inputs, hidden), nn.ReLU(inplace=True)),
+        *(nn.Linear(hidden, hidden), nn.ReLU(inplace=True)),
+        nn.Linear(hidden, outputs),
+    )
 
 
 class Mixer(nn.Module):
     """Q_tot (...) of the agents' values q (..., A) and the normalised state (..., state_dim).
 
-    At first W₁ ≈ 1 / A, w₂ ≈ A / mixing_size, and b₁ ≈ 1, which adds A, keeps elu nearly linear.
+    At first W₁ ≈ 1 / A, w₂ ≈ A / width, and b₁ ≈ 1, which adds A, keeps elu nearly linear.
     """
 
     def __init__(self, agents: int, state_dim: int, width: int):
         super().__init__()
-        self.shape = (agents, width)
-        self.weight1 = nn.Linear(state_dim, agents * width)
-        self.bias1 = nn.Linear(state_dim, width)
-        self.weight2 = nn.Linear(state_dim, width)
-        self.bias2 = nn.Sequential(nn.Linear(state_dim, width), nn.ReLU(), nn.Linear(width, 1))
-        layers = (self.weight1, 1 / agents), (self.bias1, 1), (self.weight2, agents / width)
-        for layer, bias in layers:
+        self.shape = agents, width
+        self.w1 = nn.Linear(state_dim, agents * width)
+        self.b1 = nn.Linear(state_dim, width)
+        self.w2 = nn.Linear(state_dim, width)
+        self.b2 = nn.Sequential(nn.Linear(state_dim, width), nn.ReLU(), nn.Linear(width, 1))
+        for layer, bias in ((self.w1, 1 / agents), (self.b1, 1), (self.w2, agents / width)):
             nn.init.orthogonal_(layer.weight, 0.1 * bias)
             nn.init.constant_(layer.bias, bias)
 
     def forward(self, q: Tensor, state: Tensor) -> Tensor:
-        weight1 = self.weight1(state).abs().unflatten(-1, self.shape)  # (..., A, width)
-        hidden = (q.unsqueeze(-2) @ weight1).squeeze(-2) + self.bias1(state)
-        hidden = nn.functional.elu(hidden)
-        return (hidden * self.weight2(state).abs()).sum(-1) + self.bias2(state).squeeze(-1)
+        w1 = self.w1(state).abs().unflatten(-1, self.shape)  # (..., A, width)
+        hidden = nn.functional.elu((q.unsqueeze(-2) @ w1).squeeze(-2) + self.b1(state))
+        return (hidden * self.w2(state).abs()).sum(-1) + self.b2(state).squeeze(-1)
 
 
 class Agent(nn.Module):
-    """All agents' values. forward: observations (N, A, obs_dim) → the best actions (N, A).
-
-    `forward` goes through episodes step by step and remembers; `start_episodes` forgets.
-    """
+    """All agents' values. forward: observations (N, A, obs_dim) → their best actions (N, A)."""
 
     def __init__(self, envs: vec_envs.VecEnv, args: Args):
         super().__init__()
         agents, obs_dim = envs.num_agents, envs.single_observation_space.shape[0]
-        self.available_in_obs, self.recurrent = envs.available_in_obs, args.recurrent
-        self.hidden_size, self.hidden = args.hidden_size, None
-        self.normalizer = Normalizer(agents * obs_dim)  # agents that differ have each their own
-        self.reward_scaler = RewardScaler(args.num_envs, args.discount)
-        self.encoder = nn.Linear(obs_dim + agents, args.hidden_size)
-        layer = nn.GRUCell if args.recurrent else nn.Linear
-        self.memory = layer(args.hidden_size, args.hidden_size)
-        self.head = nn.Linear(args.hidden_size, int(envs.single_action_space.n))
+        num_actions = int(envs.single_action_space.n)
+        self.available_in_obs = envs.available_in_obs
+        self.normalizer = Normalizer(agents * obs_dim)  # each agent's entries by themselves
+        self.reward_scaler = RewardScaler(args.num_envs, args.gamma)
+        self.network = mlp(obs_dim + agents, args.hidden_size, num_actions)
         self.state_normalizer = Normalizer(envs.state_dim)
         self.mixer = Mixer(agents, envs.state_dim, args.mixing_size)
-        self.register_buffer("number", torch.eye(agents))
-        self.register_buffer("action_mask", envs.action_mask.clone())  # (A, n)
+        self.register_buffer("identity", torch.eye(agents))
+        self.register_buffer("action_mask", envs.action_mask.clone())  # (A, num_actions)
         self.register_buffer("epsilon", torch.tensor(1.0))
-        self.register_buffer("lowering_weight", torch.tensor(args.lowering_weight))
-
-    def start_episodes(self) -> None:
-        self.hidden = None
 
     def forward(self, obs: Tensor) -> Tensor:
-        hidden = self.hidden
-        if hidden is None:
-            hidden = obs.new_zeros(*obs.shape[:2], self.hidden_size)
-        q, hidden = self.step(obs, hidden)
-        self.hidden = hidden if self.recurrent else None
-        return q.argmax(-1)
+        return self.values(obs).argmax(-1)
 
     def available(self, obs: Tensor) -> Tensor:
-        """The actions that there are now, (..., A, n) bool."""
+        """The actions that an agent has now (..., A, num_actions) bool."""
         mask = self.action_mask.expand(*obs.shape[:-1], -1)
-        return mask & (obs[..., -mask.shape[-1] :] > 0) if self.available_in_obs else mask
+        allowed = obs[..., -mask.shape[-1] :] > 0 if self.available_in_obs else mask
+        return mask & (allowed | ~allowed.any(-1, keepdim=True))  # all, once it has left
 
-    def encode(self, obs: Tensor) -> Tensor:
+    def values(self, obs: Tensor) -> Tensor:
+        """Q_i of every action (..., A, num_actions), −10⁹ where it is not available."""
         x = self.normalizer(obs.flatten(-2)).view_as(obs)
-        x = torch.cat((x, self.number.expand(*x.shape[:-1], -1)), -1)  # who it is
-        return self.encoder(x).relu()
+        x = torch.cat((x, self.identity.expand(*x.shape[:-1], -1)), -1)
+        return self.network(x).masked_fill(~self.available(obs), -1e9)
 
-    def remember(self, x: Tensor, hidden: Tensor) -> Tensor:
-        """One step of the memory: both (..., A, hidden_size)."""
-        if not self.recurrent:
-            return self.memory(x).relu()
-        return self.memory(x.flatten(0, -2), hidden.flatten(0, -2)).view_as(hidden)
 
-    def values(self, obs: Tensor, hidden: Tensor) -> Tensor:
-        """Q_i of every action (..., A, n), hardly anything where an action is not available."""
-        return self.head(hidden).masked_fill(~self.available(obs), -1e9)
-
-    def step(self, obs: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        hidden = self.remember(self.encode(obs), hidden)
-        return self.values(obs, hidden), hidden
-
-    def unroll(self, obs: Tensor, hidden: Tensor, done: Tensor) -> tuple[Tensor, Tensor]:
-        """Stretches obs (T, B, A, obs_dim) from hidden (B, A, H) -> Q (T, B, A, n), memories."""
-        if not self.recurrent:
-            return self.step(obs, hidden)  # which does not look at `hidden`
-        x, states = self.encode(obs), []
-        for t in range(len(obs)):
-            hidden = self.remember(x[t], hidden)
-            states.append(hidden)
-            hidden = hidden * ~done[t].view(-1, 1, 1)  # the next episode begins without
-        memories = torch.stack(states)
-        return self.values(obs, memories), memories
-
-    def mix(self, q: Tensor, state: Tensor) -> Tensor:
-        """Q_tot (...) of the agents' values (..., A) and the state (..., state_dim)."""
-        return self.mixer(q, self.state_normalizer(state))
+def epsilon_greedy(agent: Agent, obs: Tensor) -> Tensor:
+    """Each agent's best action, with probability ε one drawn from those that it has, (N, A)."""
+    best = agent(obs)
+    random = Categorical(agent.available(obs).float(), validate_args=False).sample()
+    explores = torch.rand(best.shape, device=best.device) < agent.epsilon
+    return torch.where(explores, random, best)
 
 
 @torch.no_grad()
 def collect(agent: Agent, envs: vec_envs.VecEnv, rollout: dict[str, Tensor]) -> None:
-    """T steps of every env; each agent's action is with probability ε a random one, else its best.
-
-    The rollout goes on from the memory at the end of the one before, which it still holds.
-    """
-    hidden = rollout["next_hidden"][-1].clone()  # (N, A, H)
+    """T steps in every environment by ε-greedy actions, each agent on its own."""
     for t in range(len(rollout["obs"])):
         obs = envs.obs
-        rollout["hidden"][t] = hidden
-        rollout["state"][t] = envs.state
-        rollout["alive"][t] = envs.alive
-        q, hidden = agent.step(obs, hidden)
-        chance = torch.rand_like(q).masked_fill(~agent.available(obs), -1)
-        explores = torch.rand_like(q[..., 0]) < agent.epsilon
-        action = torch.where(explores, chance.argmax(-1), q.argmax(-1))
+        action = epsilon_greedy(agent, obs)
         rollout["obs"][t] = obs
         rollout["action"][t] = action
+        rollout["alive"][t] = envs.alive
+        rollout["state"][t] = envs.state
         _, reward, terminated, truncated, info = envs.step(action)
         done = terminated | truncated
-        hidden = hidden * ~done.view(-1, 1, 1)
         rollout["reward"][t] = reward
-        rollout["next_obs"][t] = info["final_obs"]
-        rollout["next_hidden"][t] = hidden
-        rollout["next_state"][t] = info["final_state"]
+        rollout["next_obs"][t] = info["final_obs"]  # the true one, at an episode's end too
         rollout["next_alive"][t] = torch.where(done.unsqueeze(-1), rollout["alive"][t], envs.alive)
+        rollout["next_state"][t] = info["final_state"]
         rollout["terminated"][t] = terminated
         rollout["done"][t] = done
         rollout["episode_return"][t] = info["episode_return"]
         rollout["episode_length"][t] = info["episode_length"]
 
 
-class Remembered:
-    """What the agents remember at the end of a rollout, from where `collect` goes on."""
-
-    def __init__(self, rollout: dict[str, Tensor]):
-        self.hidden = rollout["next_hidden"][-1]  # (N, A, H), the rollout's own
-
-    def end_episodes(self) -> None:
-        self.hidden.zero_()
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return {"hidden": self.hidden.clone()}
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        self.hidden.copy_(state["hidden"])
-
-
-def stretches(rollout: dict[str, Tensor]) -> dict[str, Tensor]:
-    """(T, N, ...) → (1, N, T, ...): to the replay buffer each env's T steps are one thing."""
-    kept = {**rollout, "hidden": rollout["hidden"][:1]}  # of the memory: how it began
-    del kept["next_hidden"]
-    return {name: x.transpose(0, 1).unsqueeze(0) for name, x in kept.items()}
-
-
-def lambda_returns(reward, next_value, terminated, done, args: Args) -> Tensor:
-    """y_t of the docstring, all (T, B); the last step's y is that of λ = 0."""
+def lambda_returns(reward, next_value, terminated, done, gamma: float) -> Tensor:
+    """y_t of the docstring, all (T, B); after the last step of a stretch λ = 0."""
     returns, following = torch.empty_like(reward), next_value[-1]
     for t in reversed(range(len(reward))):
-        trace = args.td_lambda * (~done[t]).to(reward)
+        trace = TD_LAMBDA * (~done[t]).to(reward)
         future = (1 - trace) * next_value[t] + trace * following
-        returns[t] = following = reward[t] + args.discount * future * ~terminated[t]
+        returns[t] = following = reward[t] + gamma * future * ~terminated[t]
     return returns
 
 
+def mix(agent: Agent, q: Tensor, state: Tensor) -> Tensor:
+    """Q_tot (T, B) of the agents' values (T, B, A) and the state (T, B, state_dim)."""
+    return agent.mixer(q, agent.state_normalizer(state))
+
+
 @torch.no_grad()
-def td_target(agent: Agent, target: Agent, batch: dict, memories: Tensor, args: Args) -> Tensor:
-    """y (T, B): what the target network thinks of the actions that come next."""
-    _, target_memories = target.unroll(batch["obs"], batch["hidden"][0], batch["done"])
-    next_q, _ = target.step(batch["next_obs"], target_memories)
-    chooser = agent.step(batch["next_obs"], memories)[0] if args.double_q else next_q
-    next_q = next_q.gather(-1, chooser.argmax(-1, keepdim=True)).squeeze(-1)
-    next_value = target.mix(next_q * batch["next_alive"], batch["next_state"])
-    return lambda_returns(batch["reward"], next_value, batch["terminated"], batch["done"], args)
+def td_target(agent: Agent, target: Agent, batch: dict[str, Tensor], args: Args) -> Tensor:
+    """y (T, B): the target network's value of the actions that the other one prefers."""
+    best = agent(batch["next_obs"]).unsqueeze(-1)
+    next_q = target.values(batch["next_obs"]).gather(-1, best).squeeze(-1)  # (T, B, A)
+    next_value = mix(target, next_q * batch["next_alive"], batch["next_state"])
+    reward = agent.reward_scaler.scale(batch["reward"].sum(-1))  # the team's, as of now
+    return lambda_returns(reward, next_value, batch["terminated"], batch["done"], args.gamma)
 
 
-def td_loss(agent: Agent, target: Agent, batch: dict, weight: Tensor, args: Args):
-    """E[ w α ( Q_tot − y )² ] of some stretches -> the loss, the TD errors (T, B), what to log."""
-    q, memories = agent.unroll(batch["obs"], batch["hidden"][0], batch["done"])
-    q = q.gather(-1, batch["action"].unsqueeze(-1)).squeeze(-1)  # (T, B, A)
-    value = agent.mix(q * batch["alive"], batch["state"])  # (T, B); the dead add nothing
-    error = value - td_target(agent, target, batch, memories.detach(), args)
-    weight = torch.where(error > 0, agent.lowering_weight * weight, weight)  # (T, B), w α
-    loss = (weight * error.square()).mean()
-    return loss, error.detach(), {"td": loss, "value": value.mean()}
+def td_loss(agent: Agent, target: Agent, batch: dict, args: Args) -> tuple[Tensor, dict]:
+    """E[ ( Q_tot − y )² ] of some stretches (T, B, ...), and what to log of it."""
+    q = agent.values(batch["obs"]).gather(-1, batch["action"].unsqueeze(-1)).squeeze(-1)
+    value = mix(agent, q * batch["alive"], batch["state"])  # (T, B): who has left adds nothing
+    error = value - td_target(agent, target, batch, args)
+    loss = error.square().mean()
+    return loss, {"td": loss, "value": value.mean()}
 
 
-def update(agent: Agent, target: Agent, optimizer, replay, loss_gradient, args: Args):
-    """One gradient step on stretches from the replay buffer -> what to log."""
-    drawn = replay.sample(args.batch_size)
-    index, weight, _ = (drawn.pop(name) for name in ("index", "weight", "discount"))  # (B,)
-    batch = {name: x.transpose(0, 1) for name, x in drawn.items()}  # (T, B, ...)
-    gradient, _, error, losses = loss_gradient(agent, target, batch, weight, args)
-    losses["gradient_norm"] = gradient_step(gradient, optimizer, args.max_grad_norm)
-    error = error.abs()  # of a stretch: the largest counts most (R2D2)
-    replay.update_priorities(index, 0.9 * error.amax(0) + 0.1 * error.mean(0))
-    return losses
+@torch.no_grad()
+def soft_update(target: nn.Module, network: nn.Module, tau: float) -> None:
+    """θ̄ ← (1 − τ) θ̄ + τ θ"""
+    for theirs, ours in zip(target.parameters(), network.parameters(), strict=True):
+        theirs.lerp_(ours, tau)
+
+
+def update(agent: Agent, target: Agent, optimizer, td_loss, batch: dict, args: Args) -> dict:
+    """One gradient step, one of the target network -> what to log."""
+    loss, losses = td_loss(agent, target, batch, args)
+    optimizer.zero_grad()
+    loss.backward()
+    average_gradients(agent)
+    norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
+    optimizer.step()
+    soft_update(target, agent, args.tau)
+    return losses | {"grad_norm": norm}
+
+
+def schedule(agent: Agent, optimizer, step: int, args: Args) -> None:
+    """The learning rate and ε from now on, each linear in time."""
+    progress = step / args.total_steps
+    optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - progress)
+    explored = min(progress / max(args.exploration_fraction, 1e-9), 1)
+    agent.epsilon.fill_(1 - (1 - args.final_epsilon) * explored)
 
 
 def train(args: Args) -> Result:
@@ -349,46 +246,35 @@ def train(args: Args) -> Result:
     args = run.args
     workers = Workers(run, collect, "discrete", multi_agent=True)
     agent = Agent(workers.envs, args).to(run.device)
-    target = copy.deepcopy(agent)
-    weights, target_weights = flatten(agent), flatten(target).detach()
-    learning_rate = torch.tensor(args.learning_rate, device=run.device)
-    optimizer = torch.optim.Adam([weights], learning_rate, fused=True)
-    agents, memory = (workers.envs.num_agents,), (workers.envs.num_agents, args.hidden_size)
-    state = (workers.envs.state_dim,)
+    target = copy.deepcopy(agent).requires_grad_(False)
+    target.normalizer = agent.normalizer  # both see the same observations
+    target.state_normalizer = agent.state_normalizer
+    optimizer = torch.optim.Adam(agent.parameters(), args.learning_rate, fused=True)
+    loss_function = run.compile(td_loss)
+    agents, state = (workers.envs.num_agents,), (workers.envs.state_dim,)
     rollout = workers.start(
-        agent, args.horizon, alive=agents, next_alive=agents, hidden=memory, next_hidden=memory,
-        state=state, next_state=state,
-    )  # fmt: skip
-    first = stretches({**rollout, "reward": rollout["reward"].sum(-1)})
-    size = max(args.buffer_size, args.num_envs * run.learners)  # one rollout at least
-    replay = ReplayBuffer(run, first, size, prioritized=args.prioritized)
-    loss_gradient = run.gradient(td_loss, agent)
+        agent, args.num_steps, alive=agents, next_alive=agents, state=state, next_state=state
+    )
+    replay = ReplayBuffer(run, rollout, args.buffer_size)
     step = run.start(
-        agent=agent, target=target, optimizer=optimizer, workers=workers, replay=replay,
-        remembered=Remembered(rollout),
-    )  # fmt: skip
+        agent=agent, target=target, optimizer=optimizer, workers=workers, replay=replay
+    )
 
     while step < args.total_steps:
-        left = 1 - step / args.total_steps
-        optimizer.param_groups[0]["lr"].fill_(args.learning_rate * left)
-        explored = step / max(1, args.exploration_fraction * args.total_steps)
-        agent.epsilon.fill_(max(args.final_epsilon, 1 - (1 - args.final_epsilon) * explored))
-        half = min(2 * step / args.total_steps, 1)
-        agent.lowering_weight.fill_(args.lowering_weight + (1 - args.lowering_weight) * half)
+        schedule(agent, optimizer, step, args)
         rollout = workers.collect()
-        step += args.horizon * args.num_envs * run.learners
-        reward = agent.reward_scaler(rollout["reward"].sum(-1), rollout["done"])  # the team's
-        replay.add(stretches({**rollout, "reward": reward}))
+        replay.add(rollout)
         agent.normalizer.update(rollout["obs"].flatten(-2))
         agent.state_normalizer.update(rollout["state"])
-        target.normalizer.load_state_dict(agent.normalizer.state_dict())
-        target.state_normalizer.load_state_dict(agent.state_normalizer.state_dict())
+        agent.reward_scaler(rollout["reward"].sum(-1), rollout["done"])  # its statistics
+        before, step = step, step + args.num_steps * args.num_envs * run.world_size
         for _ in range(args.updates):
-            losses = update(agent, target, optimizer, replay, loss_gradient, args)
-            target_weights.lerp_(weights.detach(), args.target_update)
+            batch = replay.windows(args.batch_size, args.num_steps)
+            losses = update(agent, target, optimizer, loss_function, batch, args)
 
         run.log_episodes(step, rollout)
-        run.log(step, losses)
+        if step // args.log_every > before // args.log_every:
+            run.log(step, losses, replay_size=len(replay))
         run.evaluate(step)
         run.checkpoint(step)
     return run.finish(step)

@@ -1,22 +1,22 @@
-"""Soft actor-critic (SAC): td3.py with a stochastic policy that is paid for its entropy.
+"""Soft actor-critic (SAC): td3.py with a stochastic policy that is rewarded for its entropy.
 
 Haarnoja, Zhou, Abbeel, Levine 2018, arXiv:1801.01290; the learned temperature, arXiv:1812.05905.
-With α the temperature, a' and ã drawn afresh from π at s' and s, and Q̄ the slow target network,
+With α the temperature, a' and ã drawn anew from π at s' and s, and Q̄ the slow target networks,
 
     y    = r + γ (1 − terminated) ( min_i Q̄_i(s', a') − α log π(a'|s') )
     L(Q) = Σ_i E[ ½ ( Q_i(s, a) − y )² ]
     L(π) = E[ α log π(ã|s) − min_i Q_i(s, ã) ]
-    L(α) = − log α · E[ log π(ã|s) + H̄ ]         H̄ = −dim(A), the target entropy; the paper has
-                                                 α in the place of log α: the same sign
+    L(α) = − log α · E[ log π(ã|s) + H̄ ]              H̄ = −dim(A), the target entropy
 
     python algos/sac.py --env HalfCheetah
 
 What differs from td3.py:
-- `Agent.sample`: a squashed Gaussian, a = tanh(u), u ~ N(μ(s), σ(s)²), instead of μ(s) + noise;
-  the log-probability comes from u, so it stays exact where tanh saturates.
-- `critic_loss`, `actor_loss`: the entropy. No target actor, no smoothing, no delay: noise in π does
-  what these did.
-- `temperature_loss`: α follows the entropy. Adam's rate stays td3.py's 1e-3; the paper has 3e-4.
+- `Actor.sample`: a squashed Gaussian, a = tanh(u), u ~ N(μ(s), σ(s)²), instead of μ(s) + noise.
+- `critic_loss`, `actor_loss`: the entropy. No target actor, no smoothing and no delay: the noise
+  of π does what these did.
+- `temperature_loss`: α follows the entropy.
+What differs from the paper: four environments collect, Adam's rate is td3.py's 1e-3 (paper: 3e-4),
+L(α) has log α in the place of α (the gradient has the same sign).
 """
 
 import copy
@@ -26,59 +26,49 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributions import Normal
 
 import vec_envs
 from algos.worker_learner import (
-    ReplayArgs,
     ReplayBuffer,
     Result,
     Run,
+    TransitionArgs,
     Workers,
-    flatten,
-    gradient_step,
+    average_gradients,
     parse,
 )
 
 
 @dataclass
-class Args(ReplayArgs):
-    """SAC on any environment of vec_envs with continuous actions."""
+class Args(TransitionArgs):
+    """SAC on any environment with continuous actions."""
 
     env: str = "HalfCheetah"
     num_envs: int = 4
-    horizon: int = 1
+    num_steps: int = 1
     """steps of each environment between updates"""
     utd_ratio: float = 1.0
     """updates per transition collected"""
     batch_size: int = 256
     """transitions of one gradient step"""
     buffer_size: int = 1_000_000
-    """transitions kept for replay"""
+    """transitions in the replay buffer"""
     warmup_steps: int = 10_000
     """steps with uniformly random actions, before the first update"""
     learning_rate: float = 1e-3
     """of Adam, for actor, critics and temperature"""
-    discount: float = 0.99
-    """γ"""
-    polyak: float = 0.005
-    """τ: how far the target network moves towards the critics at each update"""
-    n_step: int = 1
-    """rewards (without the entropies) summed before the target network is asked"""
-    prioritized: bool = False
-    """replay in proportion to the TD error (Schaul 2016) instead of uniformly"""
-    reward_scale: float = 1.0
-    """factor of all rewards"""
-    max_grad_norm: float = 0.0
-    """gradients longer than this are shortened to it (0: never)"""
+    gamma: float = 0.99
+    """γ, the discount factor"""
+    tau: float = 0.005
+    """τ: how far the target networks move towards the critics at each update"""
     hidden_size: int = 256
     """width of the two hidden layers of actor and critics"""
-    bf16: bool = False
-    """matrix products of the losses (not for ∂Q/∂a) in bfloat16, where fast; may cost return"""
 
 
 LIMITS = {
-    **dict.fromkeys(("horizon", "batch_size", "buffer_size", "n_step", "hidden_size"), (1, None)),
-    **dict.fromkeys(("discount", "polyak"), (0, 1)),
+    **dict.fromkeys(("num_steps", "batch_size", "buffer_size", "hidden_size"), (1, None)),
+    **dict.fromkeys(("gamma", "tau"), (0, 1)),
 }
 
 # What differs by environment; a flag on the command line wins.
@@ -86,7 +76,6 @@ TUNED = {"Pendulum": dict(total_steps=10_000, warmup_steps=1000)}
 
 
 def mlp(inputs: int, hidden: int, outputs: int) -> nn.Sequential:
-    """inputs → hidden → hidden → outputs, ReLU."""
     return nn.Sequential(
         *(nn.Linear(inputs, hidden), nn.ReLU(inplace=True)),
         *(nn.Linear(hidden, hidden), nn.ReLU(inplace=True)),
@@ -94,37 +83,52 @@ def mlp(inputs: int, hidden: int, outputs: int) -> nn.Sequential:
     )
 
 
-class Critics(nn.Module):
-    """Networks Q_i(s, a), i < count, as one batched network: obs, action (B, ...) → (count, B)."""
+class Actor(nn.Module):
+    """A squashed Gaussian. forward: observation (B, obs_dim) → its mean action in [−1, 1]."""
 
-    def __init__(self, count: int, inputs: int, hidden: int):
+    def __init__(self, obs_dim: int, act_dim: int, hidden: int):
         super().__init__()
-        sizes = (inputs, hidden), (hidden, hidden), (hidden, 1)
-        for layer, (rows, columns) in enumerate(sizes, 1):  # initial values as nn.Linear's
-            for name, shape in (("weight", (rows, columns)), ("bias", (1, columns))):
-                values = torch.empty(count, *shape).uniform_(-(rows**-0.5), rows**-0.5)
-                self.register_parameter(f"{name}{layer}", nn.Parameter(values))
+        self.mean_and_log_std = mlp(obs_dim, hidden, 2 * act_dim)
 
-    def forward(self, obs: Tensor, action: Tensor, members: slice | Tensor = slice(None)) -> Tensor:
-        w1, b1, w2, b2, w3, b3 = (weight[members] for weight in self.parameters())
-        x = torch.cat((obs, action), -1).expand(len(w1), -1, -1)  # (count, B, inputs)
-        x = torch.baddbmm(b1, x, w1).relu_()
-        x = torch.baddbmm(b2, x, w2).relu_()
-        return (x.to(w3) * w3.transpose(1, 2)).sum(-1) + b3.squeeze(-1)  # never in bfloat16
+    def forward(self, obs: Tensor) -> Tensor:
+        mean, _ = self.mean_and_log_std(obs).chunk(2, -1)
+        return mean.tanh()
+
+    def sample(self, obs: Tensor) -> tuple[Tensor, Tensor]:
+        """a = tanh(u), u ~ N(μ(s), σ(s)²) -> a (B, act_dim), log π(a|s) (B,).
+
+        log π(a|s) = log N(u; μ, σ²) − Σ log(1 − tanh²u), where, without cancellation,
+        log(1 − tanh²u) = 2 (log 2 − u − softplus(−2u)).
+        """
+        mean, log_std = self.mean_and_log_std(obs).chunk(2, -1)
+        normal = Normal(mean, log_std.clamp(-20, 2).exp(), validate_args=False)
+        u = normal.rsample()
+        log_slope = 2 * (math.log(2) - u - F.softplus(-2 * u))
+        return u.tanh(), (normal.log_prob(u) - log_slope).sum(-1)
+
+
+class Critics(nn.Module):
+    """Two networks. forward: observation, action (B, ...) → Q_1(s, a), Q_2(s, a), each (B,)."""
+
+    def __init__(self, obs_dim: int, act_dim: int, hidden: int):
+        super().__init__()
+        self.q1 = mlp(obs_dim + act_dim, hidden, 1)
+        self.q2 = mlp(obs_dim + act_dim, hidden, 1)
+
+    def forward(self, obs: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
+        x = torch.cat((obs, action), -1)
+        return self.q1(x).squeeze(-1), self.q2(x).squeeze(-1)
 
 
 class Agent(nn.Module):
-    """Actor, critics, temperature. forward: observation (N, obs_dim) → the environment's action.
-
-    All of the policy's mathematics is in units where the action range is [−1, 1].
-    """
+    """Actor, critics, temperature. forward: observation (N, obs_dim) → the environment's action."""
 
     def __init__(self, observation_space, action_space, args: Args):
         super().__init__()
         obs_dim, act_dim = observation_space.shape[0], action_space.shape[0]
-        self.actor = mlp(obs_dim, args.hidden_size, 2 * act_dim)
-        self.actor.log_temperature = nn.Parameter(torch.zeros(()))  # in the actor's optimizer
-        self.critics = Critics(2, obs_dim + act_dim, args.hidden_size)
+        self.actor = Actor(obs_dim, act_dim, args.hidden_size)
+        self.critics = Critics(obs_dim, act_dim, args.hidden_size)
+        self.log_temperature = nn.Parameter(torch.zeros(()))  # log α
         self.target_entropy = -act_dim
         self.register_buffer("warm_up", torch.tensor(True))  # explore by uniform actions
         low, high = torch.tensor(action_space.low), torch.tensor(action_space.high)
@@ -132,42 +136,24 @@ class Agent(nn.Module):
         self.register_buffer("action_scale", (high - low) / 2)
 
     def forward(self, obs: Tensor) -> Tensor:
-        mean, _ = self.actor(obs).chunk(2, -1)
-        return self.to_env(mean.tanh())
+        return self.to_env(self.actor(obs))
 
     def to_env(self, action: Tensor) -> Tensor:
         return self.action_center + self.action_scale * action
 
-    def sample(self, obs: Tensor) -> tuple[Tensor, Tensor]:
-        """a = tanh(u), u = μ(s) + σ(s) ε -> a (B, act_dim), log π(a|s) (B,).
-
-        log π(a|s) = log N(u; μ, σ²) − Σ log(1 − tanh²u), and, without cancellation,
-        log(1 − tanh²u) = 2 (log 2 − u − softplus(−2u)).
-        """
-        mean, log_std = self.actor(obs).to(obs).chunk(2, -1)  # the rest not in bfloat16
-        log_std = log_std.clamp(-20, 2)
-        noise = torch.randn_like(mean)
-        u = mean + log_std.exp() * noise
-        log_normal = -0.5 * noise.square() - log_std - 0.5 * math.log(2 * math.pi)
-        log_slope = 2 * (math.log(2) - u - F.softplus(-2 * u))
-        return u.tanh(), (log_normal - log_slope).sum(-1)
-
-    def explore(self, obs: Tensor) -> Tensor:
-        action, _ = self.sample(obs)
-        return torch.where(self.warm_up, torch.rand_like(action) * 2 - 1, action)
-
 
 @torch.no_grad()
 def collect(agent: Agent, envs: vec_envs.VecEnv, rollout: dict[str, Tensor]) -> None:
-    """T steps of the present policy, with exploration, in every env."""
+    """T steps in every environment: actions drawn from π, uniform ones at first."""
     for t in range(len(rollout["obs"])):
         obs = envs.obs
-        action = agent.explore(obs)
+        action, _ = agent.actor.sample(obs)
+        action = torch.where(agent.warm_up, 2 * torch.rand_like(action) - 1, action)
         rollout["obs"][t] = obs
         rollout["action"][t] = action
         _, reward, terminated, truncated, info = envs.step(agent.to_env(action))
         rollout["reward"][t] = reward
-        rollout["next_obs"][t] = info["final_obs"]
+        rollout["next_obs"][t] = info["final_obs"]  # the true one, at an episode's end too
         rollout["terminated"][t] = terminated
         rollout["done"][t] = terminated | truncated
         rollout["episode_return"][t] = info["episode_return"]
@@ -177,55 +163,58 @@ def collect(agent: Agent, envs: vec_envs.VecEnv, rollout: dict[str, Tensor]) -> 
 def critic_loss(agent: Agent, target: Critics, batch: dict, args: Args) -> tuple[Tensor, Tensor]:
     """Σ_i E[ ½ w ( Q_i(s, a) − y )² ] with importance weights w, and the TD errors (B,)."""
     with torch.no_grad():
-        next_action, log_prob = agent.sample(batch["next_obs"])
-        next_value = target(batch["next_obs"], next_action).amin(0)
-        next_value -= agent.actor.log_temperature.exp() * log_prob
-        future = batch["discount"] * ~batch["terminated"] * next_value
-        y = args.reward_scale * batch["reward"] + future
-    error = y - agent.critics(batch["obs"], batch["action"])  # (2, B)
-    return 0.5 * (batch["weight"] * error.square()).mean(1).sum(), error.detach().abs().mean(0)
+        next_action, next_log_prob = agent.actor.sample(batch["next_obs"])
+        next_value = torch.minimum(*target(batch["next_obs"], next_action))
+        next_value = next_value - agent.log_temperature.exp() * next_log_prob
+        y = batch["reward"] + batch["discount"] * ~batch["terminated"] * next_value
+    q1, q2 = agent.critics(batch["obs"], batch["action"])
+    squared_error = (q1 - y).square() + (q2 - y).square()
+    return 0.5 * (batch["weight"] * squared_error).mean(), (torch.minimum(q1, q2) - y).detach()
 
 
-def actor_loss(agent: Agent, batch: dict, args: Args) -> tuple[Tensor, Tensor]:
+def actor_loss(agent: Agent, batch: dict) -> tuple[Tensor, Tensor]:
     """E[ α log π(ã|s) − min_i Q_i(s, ã) ], and log π(ã|s) (B,)."""
-    action, log_prob = agent.sample(batch["obs"])
-    with torch.autocast(action.device.type, enabled=False):  # ∂Q/∂a is not in bfloat16
-        value = agent.critics(batch["obs"], action).amin(0)
-    temperature = agent.actor.log_temperature.detach().exp()
+    action, log_prob = agent.actor.sample(batch["obs"])
+    value = torch.minimum(*agent.critics(batch["obs"], action))
+    temperature = agent.log_temperature.detach().exp()
     return (temperature * log_prob - value).mean(), log_prob.detach()
 
 
 def temperature_loss(agent: Agent, log_prob: Tensor) -> Tensor:
     """− log α · E[ log π(ã|s) + H̄ ]: α grows while the entropy is below H̄."""
-    return -agent.actor.log_temperature * (log_prob + agent.target_entropy).mean()
-
-
-def policy_loss(agent: Agent, batch: dict, args: Args) -> tuple[Tensor, Tensor, Tensor]:
-    """What actor and temperature lower together, the actor's part of it, log π(ã|s) (B,)."""
-    loss, log_prob = actor_loss(agent, batch, args)
-    return loss + temperature_loss(agent, log_prob), loss, log_prob
+    return -agent.log_temperature * (log_prob + agent.target_entropy).mean()
 
 
 @torch.no_grad()
-def move_target(target: nn.Module, network: nn.Module, polyak: float) -> None:
+def soft_update(target: nn.Module, network: nn.Module, tau: float) -> None:
     """θ̄ ← (1 − τ) θ̄ + τ θ"""
     for theirs, ours in zip(target.parameters(), network.parameters(), strict=True):
-        theirs.lerp_(ours, polyak)
+        theirs.lerp_(ours, tau)
 
 
-def update(agent, target, optimizers, batch, gradients, args: Args) -> tuple[dict, Tensor]:
+def update(agent: Agent, target: Critics, optimizers, loss_functions, batch: dict, args: Args):
     """One step of critics, actor and temperature -> what to log, the TD errors (B,)."""
     critic_optimizer, actor_optimizer = optimizers
-    critic_gradient, actor_gradient = gradients
-    losses = {}
-    gradient, losses["critic"], td_error = critic_gradient(agent, target, batch, args)
-    gradient_step(gradient, critic_optimizer, args.max_grad_norm)
-    gradient, _, losses["actor"], log_prob = actor_gradient(agent, batch, args)
-    gradient_step(gradient, actor_optimizer, args.max_grad_norm)
-    losses["entropy"] = -log_prob.mean()
-    losses["temperature"] = agent.actor.log_temperature.exp()
-    move_target(target, agent.critics, args.polyak)
-    return losses, td_error
+    critic_loss, actor_loss = loss_functions  # those above, compiled where --compile says so
+
+    q_loss, td_error = critic_loss(agent, target, batch, args)
+    critic_optimizer.zero_grad()
+    q_loss.backward()
+    average_gradients(agent.critics)
+    critic_optimizer.step()
+
+    agent.critics.requires_grad_(False)  # the actor's loss passes through them to the action
+    policy_loss, log_prob = actor_loss(agent, batch)
+    actor_optimizer.zero_grad()
+    (policy_loss + temperature_loss(agent, log_prob)).backward()  # they share no parameter
+    average_gradients(agent.actor, agent.log_temperature)
+    actor_optimizer.step()
+    agent.critics.requires_grad_(True)
+
+    soft_update(target, agent.critics, args.tau)
+    temperature = agent.log_temperature.detach().exp()
+    losses = {"critic": q_loss, "actor": policy_loss}
+    return losses | {"entropy": -log_prob.mean(), "temperature": temperature}, td_error
 
 
 def train(args: Args) -> Result:
@@ -234,32 +223,28 @@ def train(args: Args) -> Result:
     workers = Workers(run, collect, "bounded", ahead=True)
     agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
     target = copy.deepcopy(agent.critics).requires_grad_(False)
-    optimizers = critic_optimizer, actor_optimizer = [
-        torch.optim.Adam([flatten(network)], args.learning_rate, fused=True)
-        for network in (agent.critics, agent.actor)
-    ]
-    rollout = workers.start(agent, args.horizon)
-    replay = ReplayBuffer(
-        run, rollout, args.buffer_size, n_step=args.n_step, discount=args.discount,
-        prioritized=args.prioritized,
-    )  # fmt: skip
-    gradients = run.gradient(critic_loss, agent.critics), run.gradient(policy_loss, agent.actor)
+    critic_parameters = agent.critics.parameters()
+    actor_parameters = [*agent.actor.parameters(), agent.log_temperature]
+    critic_optimizer = torch.optim.Adam(critic_parameters, args.learning_rate, fused=True)
+    actor_optimizer = torch.optim.Adam(actor_parameters, args.learning_rate, fused=True)
+    optimizers = critic_optimizer, actor_optimizer
+    loss_functions = run.compile(critic_loss, actor_loss)
+    replay = ReplayBuffer(run, workers.start(agent, args.num_steps), args.buffer_size)
     step = run.start(
         agent=agent, target=target, critic_optimizer=critic_optimizer,
         actor_optimizer=actor_optimizer, workers=workers, replay=replay,
     )  # fmt: skip
 
-    losses: dict[str, Tensor] = {}  # of the last updates
+    losses: dict[str, Tensor] = {}  # of the last update
     while step < args.total_steps:
         agent.warm_up.fill_(step < args.warmup_steps)
         rollout = workers.collect()
         replay.add(rollout)
-        before, step = step, step + args.horizon * args.num_envs * run.learners
+        before, step = step, step + args.num_steps * args.num_envs * run.world_size
         if step >= args.warmup_steps and len(replay) >= min(args.warmup_steps, args.buffer_size):
-            replay.importance_exponent = 0.4 + 0.6 * before / args.total_steps
             for _ in range(int(before * args.utd_ratio), int(step * args.utd_ratio)):
                 batch = replay.sample(args.batch_size)
-                losses, td_error = update(agent, target, optimizers, batch, gradients, args)
+                losses, td_error = update(agent, target, optimizers, loss_functions, batch, args)
                 replay.update_priorities(batch["index"], td_error)
 
         run.log_episodes(step, rollout)

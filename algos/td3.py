@@ -1,18 +1,22 @@
-"""Twin delayed deep deterministic policy gradient (TD3): ddpg.py plus three things, less --noise.
+"""Twin delayed deep deterministic policy gradient (TD3): ddpg.py plus three things.
 
 Fujimoto, van Hoof, Meger 2018, arXiv:1802.09477. With Q̄, μ̄ the slow target networks,
 
-    a'   = clip( μ̄(s') + clip(σ̃ ε, −c, c), −1, 1 ),  ε ~ N(0, 1)
+    a'   = clip( μ̄(s') + clip(σ̃ ε, −c, c), −1, 1 ),  ε ~ N(0, I)
     y    = r + γ (1 − terminated) min_i Q̄_i(s', a')
     L(Q) = Σ_i E[ ½ ( Q_i(s, a) − y )² ]
-    L(μ) = − E[ Q_1(s, μ(s)) ]              every `policy_delay` updates
+    L(μ) = − E[ Q_1(s, μ(s)) ]                   after every d-th update of the critics
+    θ̄    ← (1 − τ) θ̄ + τ θ                       then too
 
     python algos/td3.py --env HalfCheetah
 
-The three things, against the overestimation that a deterministic policy seeks out:
-- `Critics`, `critic_loss`: two critics, the smaller of which is believed;
-- `critic_loss`: noise on the target's action, so that a narrow peak of Q̄ does not count;
-- `update`: actor and target networks move once for `policy_delay` updates of the critics.
+What differs from ddpg.py, each against the overestimated values that the actor would seek:
+- `Critics`, `critic_loss`: two critics, and the smaller of their target values.
+- `critic_loss`: noise on the target actor's action, so that a narrow peak of Q̄ counts less.
+- `update`: actor and target networks move after every d-th update of the critics.
+What differs from the paper: two layers of 256 (400 and 300), batches of 256 (100), 10,000 uniform
+steps in every environment (1000 in all but two), four environments collect, and a' is clipped to
+the action range (as in the authors' code).
 """
 
 import copy
@@ -23,64 +27,53 @@ from torch import Tensor, nn
 
 import vec_envs
 from algos.worker_learner import (
-    ReplayArgs,
     ReplayBuffer,
     Result,
     Run,
+    TransitionArgs,
     Workers,
-    flatten,
-    gradient_step,
+    average_gradients,
     parse,
 )
 
 
 @dataclass
-class Args(ReplayArgs):
-    """TD3 on any environment of vec_envs with continuous actions."""
+class Args(TransitionArgs):
+    """TD3 on any environment with continuous actions."""
 
     env: str = "HalfCheetah"
     num_envs: int = 4
-    horizon: int = 1
+    num_steps: int = 1
     """steps of each environment between updates"""
     utd_ratio: float = 1.0
     """updates per transition collected"""
     batch_size: int = 256
     """transitions of one gradient step"""
     buffer_size: int = 1_000_000
-    """transitions kept for replay"""
+    """transitions in the replay buffer"""
     warmup_steps: int = 10_000
     """steps with uniformly random actions, before the first update"""
     learning_rate: float = 1e-3
-    """of Adam, for actor and critics"""
-    discount: float = 0.99
-    """γ"""
-    polyak: float = 0.005
-    """τ: how far the target networks move at each of the actor's updates"""
+    """of Adam, for every network"""
+    gamma: float = 0.99
+    """γ, the discount factor"""
+    tau: float = 0.005
+    """τ: how far the target networks move at each of their updates"""
     exploration_noise: float = 0.1
     """σ of the noise on actions, in units of half the action range"""
     target_noise: float = 0.2
-    """σ̃, that of the noise on the target's actions"""
+    """σ̃ of the noise on the target actor's actions"""
     target_noise_clip: float = 0.5
     """c: where that noise is cut"""
     policy_delay: int = 2
-    """updates of the critics for one of the actor"""
-    n_step: int = 1
-    """rewards summed before the target networks are asked"""
-    prioritized: bool = False
-    """replay in proportion to the TD error (Schaul 2016) instead of uniformly"""
-    reward_scale: float = 1.0
-    """factor of all rewards"""
-    max_grad_norm: float = 0.0
-    """gradients longer than this are shortened to it (0: never)"""
+    """d: updates of the critics for one of actor and target networks"""
     hidden_size: int = 256
     """width of the two hidden layers of actor and critics"""
-    bf16: bool = False
-    """matrix products of the losses (not for ∂Q/∂a) in bfloat16, where fast; may cost return"""
 
 
 LIMITS = {
-    **dict.fromkeys(("horizon", "batch_size", "buffer_size", "n_step", "hidden_size"), (1, None)),
-    **dict.fromkeys(("discount", "polyak"), (0, 1)),
+    **dict.fromkeys(("num_steps", "batch_size", "buffer_size", "hidden_size"), (1, None)),
+    **dict.fromkeys(("gamma", "tau"), (0, 1)),
     "policy_delay": (1, None),
 }
 
@@ -89,7 +82,6 @@ TUNED = {"Pendulum": dict(total_steps=10_000, warmup_steps=1000, policy_delay=1)
 
 
 def mlp(inputs: int, hidden: int, outputs: int) -> nn.Sequential:
-    """inputs → hidden → hidden → outputs, ReLU."""
     return nn.Sequential(
         *(nn.Linear(inputs, hidden), nn.ReLU(inplace=True)),
         *(nn.Linear(hidden, hidden), nn.ReLU(inplace=True)),
@@ -97,69 +89,64 @@ def mlp(inputs: int, hidden: int, outputs: int) -> nn.Sequential:
     )
 
 
-class Critics(nn.Module):
-    """Networks Q_i(s, a), i < count, as one batched network: obs, action (B, ...) → (count, B)."""
+class Actor(nn.Module):
+    """μ(s). forward: observation (B, obs_dim) → action in [−1, 1]."""
 
-    def __init__(self, count: int, inputs: int, hidden: int):
+    def __init__(self, obs_dim: int, act_dim: int, hidden: int):
         super().__init__()
-        sizes = (inputs, hidden), (hidden, hidden), (hidden, 1)
-        for layer, (rows, columns) in enumerate(sizes, 1):  # initial values as nn.Linear's
-            for name, shape in (("weight", (rows, columns)), ("bias", (1, columns))):
-                values = torch.empty(count, *shape).uniform_(-(rows**-0.5), rows**-0.5)
-                self.register_parameter(f"{name}{layer}", nn.Parameter(values))
+        self.network = mlp(obs_dim, hidden, act_dim)
 
-    def forward(self, obs: Tensor, action: Tensor, members: slice | Tensor = slice(None)) -> Tensor:
-        w1, b1, w2, b2, w3, b3 = (weight[members] for weight in self.parameters())
-        x = torch.cat((obs, action), -1).expand(len(w1), -1, -1)  # (count, B, inputs)
-        x = torch.baddbmm(b1, x, w1).relu_()
-        x = torch.baddbmm(b2, x, w2).relu_()
-        return (x.to(w3) * w3.transpose(1, 2)).sum(-1) + b3.squeeze(-1)  # never in bfloat16
+    def forward(self, obs: Tensor) -> Tensor:
+        return self.network(obs).tanh()
+
+
+class Critics(nn.Module):
+    """Two networks. forward: observation, action (B, ...) → Q_1(s, a), Q_2(s, a), each (B,)."""
+
+    def __init__(self, obs_dim: int, act_dim: int, hidden: int):
+        super().__init__()
+        self.q1 = mlp(obs_dim + act_dim, hidden, 1)
+        self.q2 = mlp(obs_dim + act_dim, hidden, 1)
+
+    def forward(self, obs: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
+        x = torch.cat((obs, action), -1)
+        return self.q1(x).squeeze(-1), self.q2(x).squeeze(-1)
 
 
 class Agent(nn.Module):
-    """Actor and critics. forward: observation (N, obs_dim) → the environment's action, no noise.
-
-    All of the policy's mathematics is in units where the action range is [−1, 1].
-    """
+    """Actor and critics. forward: observation (N, obs_dim) → the environment's action."""
 
     def __init__(self, observation_space, action_space, args: Args):
         super().__init__()
         obs_dim, act_dim = observation_space.shape[0], action_space.shape[0]
+        self.actor = Actor(obs_dim, act_dim, args.hidden_size)
+        self.critics = Critics(obs_dim, act_dim, args.hidden_size)
         self.exploration_noise = args.exploration_noise
-        self.actor = mlp(obs_dim, args.hidden_size, act_dim)
-        self.critics = Critics(2, obs_dim + act_dim, args.hidden_size)
         self.register_buffer("warm_up", torch.tensor(True))  # explore by uniform actions
         low, high = torch.tensor(action_space.low), torch.tensor(action_space.high)
         self.register_buffer("action_center", (high + low) / 2)
         self.register_buffer("action_scale", (high - low) / 2)
 
     def forward(self, obs: Tensor) -> Tensor:
-        return self.to_env(self.act(obs))
-
-    def act(self, obs: Tensor) -> Tensor:
-        """μ(s)"""
-        return self.actor(obs).to(obs).tanh()  # tanh not in bfloat16
+        return self.to_env(self.actor(obs))
 
     def to_env(self, action: Tensor) -> Tensor:
         return self.action_center + self.action_scale * action
 
-    def explore(self, obs: Tensor) -> Tensor:
-        action = self.act(obs)
-        action = (action + self.exploration_noise * torch.randn_like(action)).clamp(-1, 1)
-        return torch.where(self.warm_up, torch.rand_like(action) * 2 - 1, action)
-
 
 @torch.no_grad()
 def collect(agent: Agent, envs: vec_envs.VecEnv, rollout: dict[str, Tensor]) -> None:
-    """T steps of the present policy, with exploration, in every env."""
+    """T steps in every environment: actions μ(s) + σ ε, uniform ones at first."""
     for t in range(len(rollout["obs"])):
         obs = envs.obs
-        action = agent.explore(obs)
+        action = agent.actor(obs)
+        action = (action + agent.exploration_noise * torch.randn_like(action)).clamp(-1, 1)
+        action = torch.where(agent.warm_up, 2 * torch.rand_like(action) - 1, action)
         rollout["obs"][t] = obs
         rollout["action"][t] = action
         _, reward, terminated, truncated, info = envs.step(agent.to_env(action))
         rollout["reward"][t] = reward
-        rollout["next_obs"][t] = info["final_obs"]
+        rollout["next_obs"][t] = info["final_obs"]  # the true one, at an episode's end too
         rollout["terminated"][t] = terminated
         rollout["done"][t] = terminated | truncated
         rollout["episode_return"][t] = info["episode_return"]
@@ -171,40 +158,50 @@ def critic_loss(agent: Agent, target: Agent, batch: dict, args: Args) -> tuple[T
     with torch.no_grad():
         noise = args.target_noise * torch.randn_like(batch["action"])
         noise = noise.clamp(-args.target_noise_clip, args.target_noise_clip)
-        next_action = (target.act(batch["next_obs"]) + noise).clamp(-1, 1)
-        next_value = target.critics(batch["next_obs"], next_action).amin(0)
-        future = batch["discount"] * ~batch["terminated"] * next_value
-        y = args.reward_scale * batch["reward"] + future
-    error = y - agent.critics(batch["obs"], batch["action"])  # (2, B)
-    return 0.5 * (batch["weight"] * error.square()).mean(1).sum(), error.detach().abs().mean(0)
+        next_action = (target.actor(batch["next_obs"]) + noise).clamp(-1, 1)
+        next_value = torch.minimum(*target.critics(batch["next_obs"], next_action))
+        y = batch["reward"] + batch["discount"] * ~batch["terminated"] * next_value
+    q1, q2 = agent.critics(batch["obs"], batch["action"])
+    squared_error = (q1 - y).square() + (q2 - y).square()
+    return 0.5 * (batch["weight"] * squared_error).mean(), (torch.minimum(q1, q2) - y).detach()
 
 
-def actor_loss(agent: Agent, batch: dict, args: Args) -> Tensor:
+def actor_loss(agent: Agent, batch: dict) -> Tensor:
     """− E[ Q_1(s, μ(s)) ]"""
-    action = agent.act(batch["obs"])
-    with torch.autocast(action.device.type, enabled=False):  # ∂Q/∂a is not in bfloat16
-        return -agent.critics(batch["obs"], action, members=slice(1)).mean()
+    action = agent.actor(batch["obs"])
+    return -agent.critics.q1(torch.cat((batch["obs"], action), -1)).mean()
 
 
 @torch.no_grad()
-def move_target(target: nn.Module, network: nn.Module, polyak: float) -> None:
+def soft_update(target: nn.Module, network: nn.Module, tau: float) -> None:
     """θ̄ ← (1 − τ) θ̄ + τ θ"""
     for theirs, ours in zip(target.parameters(), network.parameters(), strict=True):
-        theirs.lerp_(ours, polyak)
+        theirs.lerp_(ours, tau)
 
 
-def update(agent, target, optimizers, batch, gradients, number, args) -> tuple[dict, Tensor]:
-    """Update `number` of the critics, perhaps of the actor -> what to log, the TD errors (B,)."""
+def update(agent: Agent, target: Agent, optimizers, loss_functions, batch, number, args: Args):
+    """Step `number` of critics, perhaps of actor and targets -> what to log, the TD errors (B,)."""
     critic_optimizer, actor_optimizer = optimizers
-    critic_gradient, actor_gradient = gradients
-    losses = {}
-    gradient, losses["critic"], td_error = critic_gradient(agent, target, batch, args)
-    gradient_step(gradient, critic_optimizer, args.max_grad_norm)
-    if number % args.policy_delay == 0:
-        gradient, losses["actor"] = actor_gradient(agent, batch, args)
-        gradient_step(gradient, actor_optimizer, args.max_grad_norm)
-        move_target(target, agent, args.polyak)
-    return losses, td_error
+    critic_loss, actor_loss = loss_functions  # those above, compiled where --compile says so
+
+    q_loss, td_error = critic_loss(agent, target, batch, args)
+    critic_optimizer.zero_grad()
+    q_loss.backward()
+    average_gradients(agent.critics)
+    critic_optimizer.step()
+    if number % args.policy_delay != args.policy_delay - 1:
+        return {"critic": q_loss}, td_error  # actor and target networks wait
+
+    agent.critics.requires_grad_(False)  # the actor's loss passes through them to the action
+    policy_loss = actor_loss(agent, batch)
+    actor_optimizer.zero_grad()
+    policy_loss.backward()
+    average_gradients(agent.actor)
+    actor_optimizer.step()
+    agent.critics.requires_grad_(True)
+
+    soft_update(target, agent, args.tau)
+    return {"critic": q_loss, "actor": policy_loss}, td_error
 
 
 def train(args: Args) -> Result:
@@ -213,33 +210,31 @@ def train(args: Args) -> Result:
     workers = Workers(run, collect, "bounded", ahead=True)
     agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
     target = copy.deepcopy(agent).requires_grad_(False)
-    optimizers = critic_optimizer, actor_optimizer = [
-        torch.optim.Adam([flatten(network)], args.learning_rate, fused=True)
-        for network in (agent.critics, agent.actor)
-    ]
-    rollout = workers.start(agent, args.horizon)
-    replay = ReplayBuffer(
-        run, rollout, args.buffer_size, n_step=args.n_step, discount=args.discount,
-        prioritized=args.prioritized,
-    )  # fmt: skip
-    gradients = run.gradient(critic_loss, agent.critics), run.gradient(actor_loss, agent.actor)
+    critic_parameters = agent.critics.parameters()
+    actor_parameters = agent.actor.parameters()
+    critic_optimizer = torch.optim.Adam(critic_parameters, args.learning_rate, fused=True)
+    actor_optimizer = torch.optim.Adam(actor_parameters, args.learning_rate, fused=True)
+    optimizers = critic_optimizer, actor_optimizer
+    loss_functions = run.compile(critic_loss, actor_loss)
+    replay = ReplayBuffer(run, workers.start(agent, args.num_steps), args.buffer_size)
     step = run.start(
         agent=agent, target=target, critic_optimizer=critic_optimizer,
         actor_optimizer=actor_optimizer, workers=workers, replay=replay,
     )  # fmt: skip
 
-    losses: dict[str, Tensor] = {}  # of the last updates
+    losses: dict[str, Tensor] = {}  # of the last update
     while step < args.total_steps:
         agent.warm_up.fill_(step < args.warmup_steps)
         rollout = workers.collect()
         replay.add(rollout)
-        before, step = step, step + args.horizon * args.num_envs * run.learners
+        before, step = step, step + args.num_steps * args.num_envs * run.world_size
         if step >= args.warmup_steps and len(replay) >= min(args.warmup_steps, args.buffer_size):
-            replay.importance_exponent = 0.4 + 0.6 * before / args.total_steps
             for number in range(int(before * args.utd_ratio), int(step * args.utd_ratio)):
                 batch = replay.sample(args.batch_size)
-                new, td_error = update(agent, target, optimizers, batch, gradients, number, args)
-                losses |= new
+                new, td_error = update(
+                    agent, target, optimizers, loss_functions, batch, number, args
+                )
+                losses |= new  # the actor's loss is not in every one
                 replay.update_priorities(batch["index"], td_error)
 
         run.log_episodes(step, rollout)

@@ -1,13 +1,13 @@
 """What a script's policy earns: one row a run in results/returns.csv, its curve in curves.csv.
 
     python benchmark/returns.py --script ppo --env Hopper --seeds 1 2 3 4 5
-    python benchmark/returns.py --script ppo --env Ant --seeds 1 2 3 -- --horizon 64
+    python benchmark/returns.py --script ppo --env Ant --seeds 1 2 3 -- --num-steps 64
     python benchmark/returns.py --table            # Markdown of what results/returns.csv holds
     python benchmark/returns.py --figure           # results/returns.png of curves.csv
 
 What follows `--` are flags for the script.
 
-Runs are single-threaded (but for `-- --torch-threads`), `--parallel` at a time, and lie in
+Runs have one torch thread (but for `-- --torch-threads`), are `--parallel` at a time, and lie in
 `--runs-dir`: a finished run is not repeated, one that was interrupted goes on where it was. The
 return is the mean of the last deterministic evaluation, after all steps. Seconds are of training
 alone, with `--parallel` runs sharing the machine: they are no speed claim (benchmark/throughput.py
@@ -128,6 +128,7 @@ def train(options: Options, flags: list[str], seed: int, version: str) -> None:
     run_dir = options.runs_dir / name
     command = ["python", f"algos/{options.script}.py", "--env", options.env, "--seed", str(seed)]
     command += ["--env-threads", str(options.env_threads)]
+    command += ["--torch-threads", "1"] * ("--torch-threads" not in flags)
     command += ["--eval-episodes", str(options.eval_episodes), *flags]
     note = run_dir / "finished.json"  # what returns.csv says of it: this run is not repeated
     if note.exists():
@@ -143,7 +144,7 @@ def train(options: Options, flags: list[str], seed: int, version: str) -> None:
     row |= {"return": round(curve[last]["episodic_return"], 2), "best": round(best, 2)}
     row |= {"std": round(curve[last]["episodic_return_std"], 2)}
     row |= {"seconds": round(curve[last]["seconds"], 1), "parallel": options.parallel}
-    torch_threads = dict(itertools.pairwise(flags)).get("--torch-threads", 1)
+    torch_threads = dict(itertools.pairwise(command))["--torch-threads"]
     row |= {"torch_threads_and_env_threads": f"{torch_threads} {options.env_threads}"}
     row |= {"commit": begun_at(run_dir, command), "command": shlex.join(command)}
     append(options.results / "returns.csv", [row])
@@ -191,7 +192,7 @@ def figure(results: Path) -> None:
     """A panel an environment: every seed's curve thin, their median thick, a colour a script.
 
     Only of runs with the scripts' own settings (how long, how often evaluated and how fast are
-    none); simple policies' returns, where known, dotted.
+    none; --bf16 was a flag of former commits); simple policies' returns, where known, dotted.
     """
     no_settings = {"--total-steps", "--eval-every", "--compile", "--bf16", "--torch-threads"}
     try:

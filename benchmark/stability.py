@@ -185,6 +185,7 @@ def arm_command(arm: str, options: Options) -> tuple[str, list[str]]:
     command += ["--eval-episodes", str(options.eval_episodes)]
     if script.startswith("algos/"):
         command += ["--env-threads", "1", "--device", "cpu"]
+        command += ["--torch-threads", "1"] * ("--torch-threads" not in flags)
     return name, command + flags
 
 

@@ -31,7 +31,7 @@ def run(*arguments) -> str:
 def test_returns_are_kept_once(tmp_path):
     command = [BENCHMARK / "returns.py", "--env", "CartPole", "--seeds", 1, 2]
     command += ["--runs-dir", tmp_path / "runs", "--results", tmp_path]
-    flags = ["--", "--total-steps", 200, "--num-envs", 2, "--horizon", 16]
+    flags = ["--", "--total-steps", 200, "--num-envs", 2, "--num-steps", 16]
     for said in (2, 0):  # runs that are finished are not repeated
         assert run(*command, *flags).count("ppo__CartPole") == said
     rows = list(csv.DictReader(open(tmp_path / "returns.csv")))
@@ -48,13 +48,100 @@ def test_figure_of_the_returns(tmp_path):
     assert (tmp_path / "returns.png").stat().st_size > 10_000
 
 
+# throughput.py: what is measured, without waiting for it.
+
+
+@pytest.fixture(scope="module")
+def throughput():
+    sys.path.insert(0, str(BENCHMARK))
+    yield importlib.import_module("throughput")
+    sys.path.remove(str(BENCHMARK))
+
+
 def test_throughput_keeps_the_other_sections(tmp_path):
+    path = tmp_path / "throughput.csv"  # as it was before there were threads in it
+    lines = (BENCHMARK / "results" / "throughput.csv").read_text().splitlines()
+    before = list(csv.DictReader(lines))
+    chasing = {"section": "chasing", "group": "of before", "median": "1", "lowest": "1"}
+    old = {"section": "sac", "group": "former", "what": "CraneRL", "unit": "updates/s"}
+    old |= {"median": "3", "lowest": "2", "highest": "4", "ratio": "1.0", "machine": "any, 2 cores"}
+    names = [name for name in before[0] if name != "threads"]
+    with open(path, "w", newline="") as file:
+        writer = csv.DictWriter(file, names, restval="")
+        writer.writeheader()
+        writer.writerows([old, old | chasing])
     command = [BENCHMARK / "throughput.py", "--results", tmp_path, "--rounds", 1, "--seconds", 0.1]
-    run(*command, "--sections", "chasing")
-    table = run(*command, "--sections", "hterm")
-    sections = [row["section"] for row in csv.DictReader(open(tmp_path / "throughput.csv"))]
-    assert sections == ["chasing"] * 2 + ["hterm"] * 2
-    assert "looping over envs" in table and (tmp_path / "throughput.png").exists()
+    table = run(*command, "--sections", "chasing", "memory")
+    rows = list(csv.DictReader(open(path)))
+    assert [row["section"] for row in rows] == ["chasing"] * 2 + ["memory"] * 2 + ["sac"]
+    assert rows[-1] == old | dict.fromkeys({*rows[-1]} - {*old}, "")
+    assert "looping over envs" in table and "of before" not in table and "former" in table
+    assert (tmp_path / "throughput.png").exists()
+
+
+def test_the_first_section_is_what_somebody_types(throughput, monkeypatch):
+    commands = []
+
+    def run(command: list) -> str:  # a peer: 50 steps a second, 4 of them an update
+        lines = [f"{step} {step // 4} {step / 50}" for step in range(0, 500_000, 100)]
+        return "\n".join(("threads 2", "a warning 1 2 3", *lines))
+
+    def train(command: list, run_dir: Path, total: float, folder: str) -> None:
+        commands.append([str(word) for word in command])
+        run_dir.mkdir()
+        (run_dir / "args.json").write_text('{"args": {"torch_threads": 1}}')
+        every = 10 if "--log-every" in commands[-1] else 1000
+        rows = [f"{x},{x / 100},losses/critic,0" for x in range(0, 500_000, every)]  # 100 a second
+        others = [f"{x},{x},charts/episodic_return,0" for x in (100, 600_000)]
+        torn = "600000,7"  # it is being written
+        (run_dir / "metrics.csv").write_text("\n".join(("step,...", *rows, *others, torn)))
+
+    monkeypatch.setattr(throughput, "run", run)
+    monkeypatch.setattr(throughput, "train", train)
+    monkeypatch.setattr(throughput.steppers, "physics", lambda *sizes: lambda i: None)
+    found = {
+        (group, what): (unit, *turn())
+        for group, unit, contenders in throughput.as_it_comes(throughput.Options(seconds=1))
+        for what, turn in contenders.items()
+        if "physics" not in what
+    }
+    assert found["SAC on HalfCheetah", "CraneRL sac.py"] == ("updates/s", pytest.approx(100), "1")
+    sb3 = found["SAC on HalfCheetah", "Stable-Baselines3 SAC"]
+    assert sb3 == ("updates/s", pytest.approx(12.5), "2")
+    assert found["REDQ on Hopper", "CraneRL redq.py"][1] == pytest.approx(2000)
+    assert found["PPO on Ant", "SBX PPO, 8 environments"][1] == pytest.approx(50)
+    allowed = {"--env", "--warmup-steps", "--run-dir", "--eval-every"}
+    typed = {}
+    for script, *words in commands:
+        flags = {word for word in words if word.startswith("--")} - allowed
+        typed.setdefault(Path(script).stem, []).append(flags)
+    redq, dqn = typed.pop("redq"), typed.pop("dqn")
+    assert redq == [{"--log-every"}] and dqn == [{"--num-envs"}, set()]
+    assert typed.keys() == {"sac", "td3", "ddpg", "crossq", "ppo"}
+    assert not any(flags for several in typed.values() for flags in several)
+    with pytest.raises(SystemExit, match="more --seconds"):
+        throughput.slope([(1, 1)], 0)
+
+
+def test_a_training_is_stopped_when_it_has_been_measured(throughput, tmp_path):
+    command = [BENCHMARK.parent / "algos" / "ppo.py", "--env", "CartPole", "--num-envs", 4]
+    command += ["--run-dir", tmp_path / "run", "--eval-every", 0, "--num-steps", 16]
+    throughput.train(command, tmp_path / "run", 256, str(tmp_path))
+    steps = [step for step, _ in throughput.losses(tmp_path / "run")]
+    assert 256 <= steps[-1] < 49_152 and steps[0] == 64
+    with pytest.raises(SystemExit, match="holds a run already"):
+        throughput.train(command, tmp_path / "run", 1e9, str(tmp_path))
+
+
+@pytest.mark.parametrize("library", ["stable_baselines3", "plain"])
+def test_peers_say_what_they_have_done(library):
+    pytest.importorskip("stable_baselines3")
+    command = [BENCHMARK / "peers.py", "--library", library, "--env", "Pendulum-v1"]
+    command += ["--total-steps", 12, "--say-every", 4, "--settings", '{"learning_starts": 8}']
+    threads, *lines = (line.split() for line in run(*command).splitlines() if line[-1:].isdigit())
+    assert threads[0] == "threads" and [line[0] for line in lines] == ["0", "4", "8", "12"]
+    per_step = 20 if library == "plain" else 1
+    assert int(lines[-1][1]) == 4 * per_step and float(lines[0][2]) < float(lines[-1][2])
 
 
 # stability.py: the statistics, on samples whose answer is known.

@@ -1,4 +1,4 @@
-"""The mathematics of pqn.py, dqn.py, d3qn.py and sac_discrete.py against numpy; kill and resume."""
+"""The equations of pqn.py, dqn.py, d3qn.py and sac_discrete.py against numpy; kill and resume."""
 
 import copy
 import sys
@@ -23,7 +23,7 @@ from test_runs import (
 )
 
 from algos import d3qn, dqn, pqn, sac_discrete, worker_learner
-from algos.worker_learner import UserError, Workers, flatten, gradient_of
+from algos.worker_learner import ReplayBuffer, UserError, Workers
 
 OBS = gymnasium.spaces.Box(-np.inf, np.inf, (5,))
 ACTIONS = gymnasium.spaces.Discrete(3)
@@ -82,10 +82,13 @@ def network(x, weights, outputs):
 
 
 def dueling_network(x, weights, _=None):
-    output = network(x, weights, 4)
+    layers = (HIDDEN, 5), (HIDDEN,), (HIDDEN, HIDDEN), (HIDDEN,)
+    w1, b1, w2, b2, w_v, b_v, w_a, b_a = cut(weights, *layers, (1, HIDDEN), (1,), (3, HIDDEN), (3,))
+    x = np.maximum(np.maximum(x @ w1.T + b1, 0) @ w2.T + b2, 0)
+    value, advantage = x @ w_v.T + b_v, x @ w_a.T + b_a
     q = np.empty((len(x), 3))
     for a in range(3):
-        q[:, a] = output[:, 0] + output[:, 1 + a] - output[:, 1:].sum(1) / 3
+        q[:, a] = value[:, 0] + advantage[:, a] - advantage.sum(1) / 3
     return q
 
 
@@ -136,56 +139,77 @@ def test_gradient_of_pqn():
     assert_gradient(agent, pqn.q_loss(agent, batch)[0], reference)
 
 
-@pytest.mark.parametrize("module", [dqn, d3qn])
-def test_gradient_of_dqn_and_d3qn(module, monkeypatch):
-    agent, args = make_agent(module)
-    batch = random_batch()
-    action, target = batch["action"].numpy(), batch["returns"].numpy()
-    weight = batch["weight"].numpy() if module is d3qn else 1.0
+def make_target(agent):
+    target = copy.deepcopy(agent.q_network).requires_grad_(False)
+    torch.manual_seed(2)
+    with torch.no_grad():
+        for parameter in target.parameters():
+            parameter.add_(0.5 * torch.randn_like(parameter))
+    return target
+
+
+def reference_target(module, agent, target, batch):
+    """y = r + γⁿ (1 − terminated) Q̄(s', a'), a' chosen by Q̄ (dqn.py) or by Q (d3qn.py)."""
     predict = dueling_network if module is d3qn else network
-    error = predict(normalized(batch), flat(agent), 3)[np.arange(SIZE), action] - target
-    assert 2 <= np.sum(np.abs(error) > 1) <= SIZE - 2  # both branches of h are seen
+    ours = predict(normalized(batch, "next_obs"), flat(agent), 3)
+    slow = predict(normalized(batch, "next_obs"), flat(target), 3)
+    assert (ours.argmax(1) != slow.argmax(1)).any(), "this batch cannot tell them apart"
+    y = batch["reward"].numpy().copy()
+    for i in range(SIZE):
+        if not batch["terminated"][i]:
+            best = np.argmax(ours[i] if module is d3qn else slow[i])
+            y[i] += batch["discount"][i].item() * slow[i, best]
+    return y
+
+
+@pytest.mark.parametrize("module", [dqn, d3qn])
+def test_gradient_of_dqn_and_d3qn(module):
+    agent, args = make_agent(module)
+    target, batch = make_target(agent), random_batch()
+    action, weight = batch["action"].numpy(), batch["weight"].numpy()
+    y = reference_target(module, agent, target, batch)
+    predict = dueling_network if module is d3qn else network
+    q = predict(normalized(batch), flat(agent), 3)[np.arange(SIZE), action]
+    assert 2 <= np.sum(np.abs(q - y) > 1) <= SIZE - 2  # both branches of h are seen
 
     def reference(weights):
         q = predict(normalized(batch), weights, 3)[np.arange(SIZE), action]
-        return np.mean(weight * huber(q - target))
+        return np.mean(weight * huber(q - y))
 
-    monkeypatch.setattr(module, "td_target", lambda *arguments: torch.tensor(target))
-    loss, _, *td_error = module.q_loss(agent, None, batch, args)
-    if module is d3qn:  # what the priorities are made of
-        np.testing.assert_allclose(td_error[0].detach(), np.abs(error), rtol=1e-9)
+    loss, value, td_error = module.q_loss(agent, target, batch, args)
+    np.testing.assert_allclose(value, q, rtol=1e-9)
+    np.testing.assert_allclose(td_error, q - y, rtol=1e-9)  # what the priorities are made of
     assert_gradient(agent, loss, reference)
 
 
-@pytest.mark.parametrize("case", ["dqn", "double dqn", "d3qn"])
-def test_td_target(case):
-    """y = r + γⁿ (1 − terminated) Q̄(s', a'), a' chosen by Q̄, or by Q where it is double."""
-    module = d3qn if case == "d3qn" else dqn
-    agent, args = make_agent(module, **({"double_q": True} if case == "double dqn" else {}))
-    target_network = copy.deepcopy(agent.q_network)
-    with torch.no_grad():
-        for parameter in target_network.parameters():
-            parameter.add_(0.5 * torch.randn_like(parameter))
-    batch, predict = random_batch(), dueling_network if module is d3qn else network
-    ours = predict(normalized(batch, "next_obs"), flat(agent), 3)
-    slow = predict(normalized(batch, "next_obs"), flat(target_network), 3)
-    assert (ours.argmax(1) != slow.argmax(1)).any(), "this batch cannot tell them apart"
-    expected = batch["reward"].numpy().copy()
-    for i in range(SIZE):
-        if not batch["terminated"][i]:
-            best = np.argmax(slow[i] if case == "dqn" else ours[i])
-            expected[i] += batch["discount"][i].item() * slow[i, best]
-    np.testing.assert_allclose(module.td_target(agent, target_network, batch, args), expected)
+@pytest.mark.parametrize("module", [dqn, d3qn])
+def test_update_is_one_clipped_step_and_a_soft_update(module):
+    agent, args = make_agent(module, tau=0.3, max_grad_norm=0.05)
+    target, batch = make_target(agent), random_batch()
+    ours, slow = flat(agent), flat(target)
+    loss, _, td_error = module.q_loss(agent, target, batch, args)
+    loss.backward()
+    gradient = flat(agent, gradient=True)
+    norm = np.linalg.norm(gradient)
+    assert norm > 0.05
+    optimizer = torch.optim.SGD(agent.parameters(), 1.0)
+    logged, errors = module.update(agent, target, optimizer, module.q_loss, batch, args)
+    ours = ours - gradient * 0.05 / norm
+    np.testing.assert_allclose(flat(agent), ours, atol=1e-6)
+    np.testing.assert_allclose(flat(target), slow + 0.3 * (ours - slow), atol=1e-6)
+    torch.testing.assert_close(errors, td_error)
+    assert logged["grad_norm"].item() == pytest.approx(norm)
 
 
 def test_dueling_identity():
     """The mean of Q over the actions is V, and what is left is A without its mean."""
     agent, _ = make_agent(d3qn)
     x = random_batch()["obs"]
-    both = network(x.numpy(), flat(agent), 4)
-    q = agent.q_network(x).detach().numpy()
-    np.testing.assert_allclose(q.mean(1), both[:, 0], rtol=1e-9)
-    np.testing.assert_allclose(np.diff(q, axis=1), np.diff(both[:, 1:], axis=1), rtol=1e-9)
+    q_network = agent.q_network
+    q, features = q_network(x), q_network.features(x)
+    value, advantage = q_network.value(features).squeeze(-1), q_network.advantage(features)
+    torch.testing.assert_close(q.mean(1), value)
+    torch.testing.assert_close(q.diff(dim=1), advantage.diff(dim=1))
 
 
 def test_lambda_returns_against_their_definition():
@@ -212,7 +236,7 @@ def test_lambda_returns_against_their_definition():
                 weight *= decay
                 if last:
                     break
-    args = pqn.Args(discount=discount, q_lambda=decay)
+    args = pqn.Args(gamma=discount, q_lambda=decay)
     tensors = [torch.tensor(x) for x in (reward, next_value, terminated, done)]
     np.testing.assert_allclose(pqn.lambda_returns(*tensors, args), expected, atol=1e-12)
 
@@ -231,85 +255,84 @@ def test_pqn_bootstraps_from_the_best_action_at_the_true_next_observation():
     torch.testing.assert_close(prepared["obs"], torch.tensor(normalized(random_batch())))
 
 
-def test_d3qn_tells_the_buffer_how_wrong_each_transition_was():
-    agent, args = make_agent(d3qn)
-    target, told = copy.deepcopy(agent.q_network), []
-    batch = random_batch() | {"index": torch.arange(SIZE) + 7}
-    _, _, error = d3qn.q_loss(agent, target, batch, args)
-    optimizer = torch.optim.SGD([flatten(agent)], 1e-3)
-    replay = SimpleNamespace(sample=lambda size: batch, update_priorities=lambda *x: told.extend(x))
-    d3qn.update(agent, target, optimizer, replay, gradient_of(d3qn.q_loss, agent), args)
-    assert torch.equal(told[0], batch["index"])
-    torch.testing.assert_close(told[1], error.detach())
-
-
 def sac_parts(weights):
-    """log α, the actor's weights, and the critics': (2, inputs, outputs) and (2, 1, outputs)."""
-    shapes = [(2, 5, HIDDEN), (2, HIDDEN, HIDDEN), (2, HIDDEN, 3)]
-    shapes += [(2, 1, HIDDEN), (2, 1, HIDDEN), (2, 1, 3)]
-    critics = sum(int(np.prod(shape)) for shape in shapes)
-    return weights[0], weights[1:-critics], cut(weights[-critics:], *shapes)
-
-
-def critic(x, parts, i):
-    w1, w2, w3, b1, b2, b3 = (part[i] for part in parts)
-    return np.maximum(np.maximum(x @ w1 + b1, 0) @ w2 + b2, 0) @ w3 + b3
+    """log α; the weights of the actor, of Q_1 and of Q_2."""
+    return weights[0], *np.split(weights[1:], 3)
 
 
 def softmax(logits):
     return np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
 
 
-def test_gradient_of_discrete_sac(monkeypatch):
+def discrete_sac():
     agent, args = make_agent(sac_discrete)
     agent.target_entropy.fill_(0.5)
-    batch, target = random_batch(), random_batch()["returns"]
-    x, action = normalized(batch), batch["action"].numpy()
-    frozen_log_alpha, frozen_actor, frozen_critics = sac_parts(flat(agent))
+    target = copy.deepcopy(agent.critics).requires_grad_(False)
+    with torch.no_grad():
+        for parameter in target.parameters():
+            parameter.add_(0.5 * torch.randn_like(parameter))
+    return agent, target, args
+
+
+def test_gradient_of_discrete_sac():
+    """Of the three losses together: of each weight only the one that it is there for."""
+    agent, target, args = discrete_sac()
+    batch = random_batch()
+    x, action, weight = normalized(batch), batch["action"].numpy(), batch["weight"].numpy()
+    log_alpha, *frozen = sac_parts(flat(agent))
+    next_x, slow = normalized(batch, "next_obs"), np.split(flat(target), 2)
+    probs = softmax(network(next_x, frozen[0], 3))
+    next_q = np.minimum(*(network(next_x, w, 3) for w in slow))
+    y = batch["reward"].numpy().copy()
+    for i in range(SIZE):
+        for a in range(3):
+            value = probs[i, a] * (next_q[i, a] - np.exp(log_alpha) * np.log(probs[i, a]))
+            y[i] += 0 if batch["terminated"][i] else batch["discount"][i].item() * value
 
     def reference(weights):
-        log_alpha, actor, critics = sac_parts(weights)
+        learned_log_alpha, actor, *critics = sac_parts(weights)
         total = 0.0
-        for i in range(2):
-            q = critic(x, critics, i)[np.arange(SIZE), action]
-            total += 0.5 * np.mean((q - target.numpy()) ** 2)
-        probs, q = softmax(network(x, actor, 3)), [critic(x, frozen_critics, i) for i in range(2)]
+        for w in critics:
+            q = network(x, w, 3)[np.arange(SIZE), action]
+            total += 0.5 * np.mean(weight * (q - y) ** 2)
+        probs, q = softmax(network(x, actor, 3)), [network(x, w, 3) for w in frozen[1:]]
         for a in range(3):
-            cost = np.exp(frozen_log_alpha) * np.log(probs[:, a]) - np.minimum(*q)[:, a]
+            cost = np.exp(log_alpha) * np.log(probs[:, a]) - np.minimum(*q)[:, a]
             total += np.mean(probs[:, a] * cost)
-        probs = softmax(network(x, frozen_actor, 3))
+        probs = softmax(network(x, frozen[0], 3))
         entropy = -np.mean(np.sum(probs * np.log(probs), 1))
-        return total + log_alpha * (entropy - 0.5 * np.log(3))
+        return total + learned_log_alpha * (entropy - 0.5 * np.log(3))
 
-    monkeypatch.setattr(sac_discrete, "critic_target", lambda *arguments: target)
-    assert_gradient(agent, sac_discrete.sac_loss(agent, None, batch, args)[0], reference)
+    q_loss, td_error = sac_discrete.critic_loss(agent, target, batch, args)
+    policy_loss, entropy = sac_discrete.actor_loss(agent, batch)
+    loss = q_loss + policy_loss + sac_discrete.temperature_loss(agent, entropy)
+    q = np.minimum(*(network(x, w, 3)[np.arange(SIZE), action] for w in frozen[1:]))
+    np.testing.assert_allclose(td_error, q - y)
+    assert_gradient(agent, loss, reference)
 
 
 def test_target_of_discrete_sac_is_what_samples_converge_to():
-    """Σ_a π(a|s') [...] is the mean of [...] over actions drawn by Gumbel noise."""
-    agent, _ = make_agent(sac_discrete)
-    target_critics, batch = copy.deepcopy(agent.critics), random_batch()
+    """Σ_a π(a|s') [...] is the mean of [...] over actions drawn from π."""
+    agent, target, args = discrete_sac()
+    batch = {name: value[:1].expand(40_000, *value.shape[1:]) for name, value in
+             random_batch().items()}  # fmt: skip
+    batch["terminated"] = torch.zeros(40_000, dtype=torch.bool)
+    x, next_x = (agent.normalizer(batch[name]) for name in ("obs", "next_obs"))
     with torch.no_grad():
-        for parameter in target_critics.parameters():
-            parameter.add_(0.5 * torch.randn_like(parameter))
-    batch = {name: value[:2].repeat_interleave(40_000, 0) for name, value in batch.items()}
-    batch["terminated"][:] = False
-    noise = -torch.empty(80_000, 3).exponential_().log()
-    action = agent(batch["next_obs"], noise).numpy()
-    log_alpha, actor, _ = sac_parts(flat(agent))
-    *_, critics = sac_parts(np.concatenate([flat(agent)[:1], actor, flat(target_critics)]))
-    x, rows = normalized(batch, "next_obs"), np.arange(80_000)
-    q = np.minimum(critic(x, critics, 0), critic(x, critics, 1))[rows, action]
-    log_prob = np.log(softmax(network(x, actor, 3)))[rows, action]
-    drawn = batch["reward"] + batch["discount"] * torch.tensor(q - np.exp(log_alpha) * log_prob)
-    exact = sac_discrete.critic_target(agent, target_critics, batch)
-    for one in (slice(0, 40_000), slice(40_000, None)):
-        error = 6 * (drawn[one].std() / 200).item()
-        assert drawn[one].mean().item() == pytest.approx(exact[one][0].item(), abs=error)
-        assert drawn[one].std() > 0.01 and exact[one].std() < 1e-9
-    batch["terminated"][:] = True
-    exact = sac_discrete.critic_target(agent, target_critics, batch)
-    torch.testing.assert_close(exact, batch["reward"])
+        policy = agent.policy(next_x)
+        action = policy.sample()
+        q = torch.minimum(*target(next_x)).gather(-1, action.unsqueeze(-1)).squeeze(-1)
+        q = q - agent.log_temperature.exp() * policy.log_prob(action)
+        drawn = batch["reward"] + batch["discount"] * q
+        q = torch.minimum(*agent.critics(x))[0, batch["action"][0]]
+        _, td_error = sac_discrete.critic_loss(agent, target, batch, args)
+        exact = q - td_error
+        error = 6 * (drawn.std() / 200).item()
+        assert drawn.mean().item() == pytest.approx(exact[0].item(), abs=error)
+        assert drawn.std() > 0.01 and exact.std() < 1e-9
+        batch["terminated"] = ~batch["terminated"]
+        _, td_error = sac_discrete.critic_loss(agent, target, batch, args)
+        torch.testing.assert_close(q - td_error, batch["reward"])
 
 
 @pytest.mark.parametrize("module", [pqn, dqn, d3qn])
@@ -339,8 +362,9 @@ class Corridor:
 
 
 def empty_rollout():
-    names = ("reward", "terminated", "done", "episode_return", "episode_length", "kept")
+    names = ("reward", "episode_return", "episode_length", "random")
     rollout = {name: torch.zeros(100, 300) for name in names}
+    rollout |= {name: torch.zeros(100, 300, dtype=torch.bool) for name in ("terminated", "done")}
     rollout |= {"obs": torch.zeros(100, 300, 5), "next_obs": torch.zeros(100, 300, 5)}
     return rollout | {"action": torch.zeros(100, 300, dtype=torch.int64)}
 
@@ -358,58 +382,131 @@ def test_actions_are_random_with_probability_epsilon(module):
     assert (counts - 1 / 3).abs().max() < 6 * 0.5 / 30_000**0.5
 
 
-@pytest.mark.parametrize("module", [dqn, d3qn])
-def test_random_actions_are_kept(module):
+def test_random_actions_are_repeated():
     """A part ε of all steps is random, in runs of the mean length L, also across rollouts."""
-    agent, _ = make_agent(module, exploration_length=5.0)
+    agent, _ = make_agent(d3qn, exploration_length=5.0)
     agent.epsilon.fill_(0.4)
-    rollout, kept = empty_rollout(), []
+    rollout, random, action = empty_rollout(), [], []
     for _ in range(3):
-        module.collect(agent, Corridor(), rollout)
-        kept.append(rollout["kept"].clone())
-        best = agent(Corridor.obs).expand(100, 300)
-        expected = torch.where(kept[-1] > 0, kept[-1].long() - 1, best)
-        assert torch.equal(rollout["action"], expected)
-    kept = torch.cat(kept[1:])  # the first begins without any
-    assert (kept > 0).double().mean().item() == pytest.approx(0.4, abs=0.03)
-    changes = kept[1:] != kept[:-1]
-    # of those that are random, 1/5 end; a third of the starts that follow at once have the same
+        d3qn.collect(agent, Corridor(), rollout)
+        random.append(rollout["random"].bool())
+        action.append(rollout["action"].clone())
+    best = agent(Corridor.obs).expand(300, 300)
+    random, action = torch.cat(random), torch.cat(action)
+    assert torch.equal(action[~random], best[~random])
+    random, action = random[100:], action[100:]  # the first rollout begins without any
+    assert random.double().mean().item() == pytest.approx(0.4, abs=0.03)
+    counts = torch.bincount(action[random], minlength=3) / random.sum()
+    assert (counts - 1 / 3).abs().max() < 0.05
+    # of those that are random, 1/5 end; those that begin at once are a third the same action
     begin = 0.4 / (0.4 + 5 * 0.6)
+    changes = ~random[1:] | (action[1:] != action[:-1])
     differs = 1 / 5 * (1 - begin / 3)
-    assert changes[kept[:-1] > 0].double().mean().item() == pytest.approx(differs, abs=0.01)
-    seam = kept[99] > 0  # the last of one rollout, the first of the next
-    assert changes[99][seam].double().mean().item() == pytest.approx(differs, abs=0.2)
+    assert changes[random[:-1]].double().mean().item() == pytest.approx(differs, abs=0.01)
+    seam = random[99]  # the last of one rollout, the first of the next
+    assert changes[99][seam].double().mean().item() == pytest.approx(differs, abs=0.15)
 
 
+@pytest.mark.parametrize("steps", [1, 4])
+def test_no_repetition_of_a_random_action_survives_its_episode(steps):
+    class Ending(Corridor):
+        """Episodes of 4 steps, the first of the even envs of 2."""
+
+        lengths = 2 * (torch.arange(300) % 2 == 0)
+
+        def step(self, action):
+            self.lengths = self.lengths + 1
+            obs, reward, no, _, info = super().step(action)
+            truncated = self.lengths == 4
+            self.lengths = torch.where(truncated, 0, self.lengths)
+            return obs, reward, no, truncated, info
+
+    agent, _ = make_agent(d3qn, exploration_length=1e9)  # a random action ends by the episode only
+    envs, rollout = Ending(), {name: x[:steps] for name, x in empty_rollout().items()}
+    agent.epsilon.fill_(1.0)  # all begin one
+    d3qn.collect(agent, envs, rollout)
+    random, done = [rollout["random"][-1].bool()], [rollout["done"][-1].clone()]
+    assert random[0].all()
+    agent.epsilon.fill_(0.0)  # and none begins again
+    for _ in range(8 // steps):
+        d3qn.collect(agent, envs, rollout)
+        random += rollout["random"].bool()
+        done += rollout["done"].clone()
+    random, done = torch.stack(random), torch.stack(done)
+    expected = ~(done.int().cumsum(0) - done.int()).bool()  # until the first end, and not after it
+    assert torch.equal(random, expected) and not random[-1].any() and done[:-1].any(0).all()
+
+
+@pytest.mark.parametrize("env", ["CartPole", "CartPole-v1"])
+def test_repeated_actions_go_on_after_a_resume_where_the_episodes_do(env, tmp_path, monkeypatch):
+    """CartPole goes on as saved, Gymnasium's CartPole-v1 begins new episodes."""
+    last_step, first = [], []
+
+    def watched(agent, envs, rollout, original=d3qn.collect):
+        names = "random", "action", "done"
+        first.append({name: rollout[name][-1].clone() for name in names})
+        original(agent, envs, rollout)
+        last_step.append({name: rollout[name][-1].clone() for name in names})
+
+    monkeypatch.setattr(worker_learner.run, "Evaluator", NoEvaluator)
+    monkeypatch.setattr(d3qn, "collect", watched)
+    folder = tmp_path / "run"
+    d3qn.train(d3qn.Args(
+        env=env, num_envs=8, num_steps=2, total_steps=80, warmup_steps=80, final_epsilon=1.0,
+        exploration_length=1e6, hidden_size=8, eval_every=0, compile="none", device="cpu",
+        run_dir=str(folder),
+    ))  # fmt: skip
+    saved = last_step[-1]
+    assert (saved["random"].bool() & ~saved["done"]).any()
+    path = folder / "args.json"
+    path.write_text(path.read_text().replace('"total_steps": 80', '"total_steps": 96'))
+    first.clear()
+    d3qn.train(d3qn.Args(resume=str(folder)))
+    if env == "CartPole":
+        assert same(first[0], saved)
+    else:
+        assert not first[0]["random"].any()
+
+
+@pytest.mark.parametrize("ends", [False, True])
 @pytest.mark.parametrize("length", [1.0, 5.0])
-def test_noise_of_discrete_sac_is_kept(length):
-    """Each draw is one from π; the noise changes after L steps in the mean, across rollouts too."""
+def test_actions_of_discrete_sac_are_repeated(length, ends):
+    """P(a_t) = ρ [a_t = a_{t−1}] + (1 − ρ) π(a_t), ρ = (1 − 1/L) π(a_{t−1}) / max π, in an episode.
+
+    Also at the first step of a rollout, after the last of the one before.
+    """
+
+    class Ending(Corridor):
+        def step(self, action):
+            obs, reward, no, _, info = super().step(action)
+            return obs, reward, no, ~no if ends else no, info
+
     agent, _ = make_agent(sac_discrete, exploration_length=length)
-    rollout, noise = empty_rollout() | {"noise": torch.zeros(100, 300, 3)}, []
-    counts = torch.zeros(300, 3)
-    for number in range(12):
-        sac_discrete.collect(agent, Corridor(), rollout)
-        logits = agent.actor(agent.normalizer(Corridor.obs))
-        assert torch.equal(rollout["action"], (logits + rollout["noise"]).argmax(-1))
-        noise.append(rollout["noise"].clone())
-        if number > 1:  # the first draw may be long in coming
-            counts += torch.nn.functional.one_hot(rollout["action"], 3).sum(0)
-    probs = logits.softmax(-1)
-    error = (probs * (1 - probs) * (2 * length - 1) / 1000).sqrt()  # of draws kept for L steps
-    assert ((counts / 1000 - probs).abs() < 6 * error + 0.01).all()
-    assert (counts.mean(0) / 1000 - probs.mean(0)).abs().max() < 0.01
-    noise = torch.cat(noise[2:])
-    changes = (noise[1:] != noise[:-1]).any(-1).double()
-    assert changes.mean().item() == pytest.approx(1 / length, abs=0.01)
-    assert changes[99::100].mean().item() == pytest.approx(1 / length, abs=0.06)  # the seams
+    rollout, actions = empty_rollout(), []
+    for _ in range(10):
+        sac_discrete.collect(agent, Ending(), rollout)
+        actions.append(rollout["action"].clone())
+    with torch.no_grad():
+        probs = agent.policy(agent.normalizer(Corridor.obs)).probs.expand(1000, -1, -1)
+    actions = torch.nn.functional.one_hot(torch.cat(actions), 3)
+    before, now, probs = actions[99:-1], actions[100:], probs[100:]  # the first rollout only begins
+    rho = (1 - 1 / length) * (probs * before).sum(-1, keepdim=True) / probs.amax(-1, keepdim=True)
+    rho = 0 * rho if ends else rho
+    expected = rho * before + (1 - rho) * probs
+    for part in (before == 1, before == 0, probs > probs.median(), probs < probs.median()):
+        for rows in (slice(None), slice(0, None, 100)):  # all steps, the first ones of rollouts
+            error = (now - expected)[rows][part[rows]]
+            assert len(error) > 500
+            assert error.mean().abs() < 6 * 0.5 / len(error) ** 0.5
+    assert length == 1 or ends or rho.mean() > 0.3
 
 
 def test_worker_processes_see_epsilon():
-    args = dqn.Args(num_envs=2, num_workers=1, device="cpu")
+    args = dqn.Args(num_envs=2, num_workers=1, compile="none", device="cpu")
     run = SimpleNamespace(args=args, device=torch.device("cpu"), check_rollout=lambda _: None)
     workers = Workers(run, dqn.collect)
     agent = dqn.Agent(workers.observation_space, workers.action_space, args)
-    workers.start(agent, 50, kept=())
+    workers.start(agent, 50)
     for epsilon, low, high in ((0.0, 1.0, 1.0), (1.0, 0.2, 0.8)):
         agent.epsilon.fill_(epsilon)
         rollout = workers.collect()
@@ -428,38 +525,51 @@ def test_continuous_actions_are_an_error_that_names_other_scripts(module, tmp_pa
 
 @pytest.mark.parametrize("script", [dqn, d3qn, sac_discrete])
 def test_what_train_does_with_the_target_and_the_buffer(script, tmp_path, monkeypatch):
-    """θ̄ ← θ̄ + τ (θ − θ̄) after each update; n, γ and (d3qn) β as they should be."""
-    exponents, following = [], []
+    """θ̄ ← θ̄ + τ (θ − θ̄) after each update; n, γ, β and the priorities as they should be."""
+    betas, following, errors, told = [], [], [], []
 
     def vector(network):
         return torch.nn.utils.parameters_to_vector(network.parameters()).detach().clone()
 
-    def watched(agent, target, optimizer, replay, *rest, original=script.update):
+    def watched(agent, target, *rest, original=script.update):
         before = vector(target)
         assert not following or torch.equal(following.pop(), before)
-        assert replay.n_step == 2 and replay._powers[1].item() == pytest.approx(0.9)
-        exponents.append(replay.importance_exponent)
-        losses = original(agent, target, optimizer, replay, *rest)
+        losses, td_error = original(agent, target, *rest)
         ours = vector(agent.critics if script is sac_discrete else agent.q_network)
         following.append(before.lerp(ours, 0.3))
-        return losses
+        errors.append((rest[-2]["index"], td_error))
+        return losses, td_error
 
-    monkeypatch.setattr(worker_learner, "Evaluator", NoEvaluator)
+    class Watched(ReplayBuffer):
+        def sample(self, batch_size):
+            assert self.n_step == 2 and self._powers[1].item() == pytest.approx(0.9)
+            assert self.prioritized == (script is d3qn)
+            betas.append(self.beta)
+            return super().sample(batch_size)
+
+        def update_priorities(self, *given):
+            told.append(given)
+            super().update_priorities(*given)
+
+    monkeypatch.setattr(worker_learner.run, "Evaluator", NoEvaluator)
     monkeypatch.setattr(script, "update", watched)
+    monkeypatch.setattr(script, "ReplayBuffer", Watched)
     script.train(script.Args(
-        env="CartPole", num_envs=2, total_steps=100, warmup_steps=20, hidden_size=8, polyak=0.3,
-        n_step=2, discount=0.9, eval_every=0, device="cpu", run_dir=str(tmp_path / "run"),
+        env="CartPole", num_envs=2, total_steps=100, warmup_steps=20, hidden_size=8, tau=0.3,
+        n_step=2, gamma=0.9, eval_every=0, compile="none", device="cpu",
+        run_dir=str(tmp_path / "run"),
     ))  # fmt: skip
-    assert len(exponents) > 10
-    assert script is not d3qn or exponents[0] < 0.6 < 0.95 < exponents[-1]
+    assert len(betas) > 10 and betas[0] < 0.6 < 0.95 < betas[-1]
+    assert same(errors, told)
 
 
 def test_weights_that_are_no_numbers_are_not_saved(tmp_path, monkeypatch):
-    monkeypatch.setattr(worker_learner, "Evaluator", NoEvaluator)
+    monkeypatch.setattr(worker_learner.run, "Evaluator", NoEvaluator)
     with pytest.raises(UserError, match=r"q_network.* has NaN or infinity at step 100"):
         dqn.train(dqn.Args(
             env="CartPole", num_envs=1, total_steps=300, warmup_steps=30, hidden_size=8,
-            learning_rate=1e30, checkpoint_every=100, device="cpu", run_dir=str(tmp_path / "run"),
+            learning_rate=1e30, checkpoint_every=100, compile="none", device="cpu",
+            run_dir=str(tmp_path / "run"),
         ))  # fmt: skip
     assert not list((tmp_path / "run").glob("checkpoint*"))
 
@@ -470,9 +580,9 @@ TINY = (
     "--checkpoint-every 700 --eval-every 0 --eval-episodes 2"
 )
 FLAGS = {
-    "pqn": "--horizon 16 --minibatch-size 32 --epochs 1",
-    "dqn": f"{REPLAY} --double-q --target-every 7 --polyak 0.5 --exploration-length 9",
-    "d3qn": f"{REPLAY} --horizon 4",
+    "pqn": "--num-steps 16 --minibatch-size 32 --epochs 1",
+    "dqn": f"{REPLAY} --prioritized --tau 0.5",
+    "d3qn": f"{REPLAY} --num-steps 4 --exploration-length 9",
     "sac_discrete": f"{REPLAY} --exploration-length 9",
 }
 
@@ -495,8 +605,7 @@ def test_resume_after_sigkill_is_bit_identical(tmp_path):
         finish(runs[0])
         ours, theirs = load(folders[1]), load(folders[0])
         assert ours.keys() == theirs.keys() and ours["run"]["step"] >= 3000
-        replay = {"replay", "target"} if script != "pqn" else set()
-        for name in {"agent", "optimizer", "workers"} | replay:
+        for name in ours.keys() - {"run"}:
             assert same(ours[name], theirs[name]), (script, name)
         assert same(ours["run"]["random"], theirs["run"]["random"]), script
 

@@ -12,11 +12,13 @@ import torch
 
 import vec_envs
 from algos import worker_learner
+from algos.worker_learner import engine
+from algos.worker_learner import run as run_module
 from tests.test_classic import Watch
 from tests.test_scripts import RUNS
 from vec_envs.core import Elsewhere
 
-SMALL = {"total_steps": 320, "num_envs": 4, "horizon": 16, "hidden_size": 8, "warmup_steps": 64}
+SMALL = {"total_steps": 320, "num_envs": 4, "num_steps": 16, "hidden_size": 8, "warmup_steps": 64}
 SMALL |= {"batch_size": 8, "minibatch_size": 32, "buffer_size": 256, "updates": 2, "epochs": 2}
 SMALL |= {"log_every": 64, "prioritized": True, "n_step": 2}
 
@@ -76,14 +78,17 @@ def train_guarded(script: str, env: str, device: str, folder, monkeypatch) -> se
     """Train for a few rollouts -> what was asked of the device but by logging and saving."""
     module, guard = importlib.import_module(f"algos.{script}"), Guard(device)
     run_class = worker_learner.Run
-    monkeypatch.setattr(worker_learner, "Evaluator", NoEvaluator)
+    monkeypatch.setattr(run_module, "Evaluator", NoEvaluator)
     for name in ("log", "log_episodes", "evaluate", "checkpoint", "check_rollout"):
         monkeypatch.setattr(run_class, name, guard.allow(getattr(run_class, name)))
-    if device == "cpu":  # these ask there: is anybody done, how many steps, are there such classes
+    # These ask there: is anybody done, how many steps, are there such classes, where are the norms.
+    if device == "cpu":
         for place, name in (
             (vec_envs.VecEnv, "step"),
             (torch.optim.RAdam, "step"),
             (torch.nn.functional, "one_hot"),
+            (torch.nn.utils, "clip_grad_norm_"),
+            (torch.nn.utils, "get_total_norm"),
         ):
             monkeypatch.setattr(place, name, guard.allow(getattr(place, name)))
     start, finish = run_class.start, run_class.finish
@@ -161,6 +166,6 @@ def test_what_a_cuda_graph_gave_outlives_its_next_run(monkeypatch):
 
     monkeypatch.setattr(torch, "compile", lambda function, mode: function)
     args = worker_learner.RunArgs(compile="graphs", device="cuda")
-    function = worker_learner._compiled(graphed, args)
+    function = engine.compiled(graphed, args)
     first, second = function(torch.ones(1)), function(torch.zeros(1))
     assert first == (1, {"loss": 1}, None) and second == (0, {"loss": 0}, None)

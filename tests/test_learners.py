@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from algos.worker_learner import load_checked
+from algos.worker_learner import UserError, learners
+from algos.worker_learner.files import load_checked
 
 ROOT = Path(__file__).parent.parent
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
@@ -49,7 +50,7 @@ def test_two_learners_with_half_the_batch_are_one_with_all_of_it(after_20_update
 # Runs that are disturbed.
 
 TINY = (
-    "--env CartPole --num-envs 4 --horizon 64 --minibatch-size 256 --epochs 1 --hidden-size 8 "
+    "--env CartPole --num-envs 4 --num-steps 64 --minibatch-size 256 --epochs 1 --hidden-size 8 "
     "--checkpoint-every 256 --eval-every 1000 --eval-episodes 2"
 )
 TOTAL = 2560
@@ -230,8 +231,8 @@ def test_nodes_leave_and_join(tmp_path):
     def saved_by(learners: int, after: int) -> dict | None:
         """The newest checkpoint, if so many learners saved it after that step."""
         content, _ = load_checked(tmp_path / "run" / "checkpoint.pt")  # None while it is replaced
-        run = content["run"] if content else {"learners": 0}
-        return run if run["learners"] == learners and run["step"] > after else None
+        run = content["run"] if content else {"world_size": 0}
+        return run if run["world_size"] == learners and run["step"] > after else None
 
     first = Torchrun(tmp_path / "1", options, flags, **variable)
     wait_for(lambda: starts(1), "the first node to begin alone")
@@ -264,5 +265,39 @@ def test_every_script_has_its_case():
     import learners_program as program
 
     tested = {case.split()[0] for case in (*program.ON_POLICY, *program.OFF_POLICY)}
-    scripts = {path.stem for path in (ROOT / "algos").glob("*.py")}
-    assert scripts == tested | {"__init__", "worker_learner", "play"}
+    scripts = (ROOT / "algos").glob("*.py")
+    assert {path.stem for path in scripts if "average_gradients(" in path.read_text()} == tested
+
+
+def test_only_a_lost_connection_means_that_another_learner_stopped(monkeypatch):
+    monkeypatch.setattr(learners, "world_size", lambda: 2)
+    for said, kind in (
+        ("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1", UserError),
+        ("NCCL error: remote process exited or there was a network error", UserError),
+        ("Tensors must be contiguous", RuntimeError),
+        ("CUDA out of memory. Tried to allocate 2.00 GiB", RuntimeError),
+    ):
+
+        def fail(*arguments, said=said):
+            raise RuntimeError(said)
+
+        monkeypatch.setattr(learners.distributed, "all_reduce", fail)
+        monkeypatch.setattr(learners, "all_reduce", fail)
+        for function in (learners.largest_over_learners, learners.mean_over_learners):
+            with pytest.raises(kind, match="Another learner stopped" if kind is UserError else ""):
+                function(torch.ones(1))
+
+
+def test_gradients_are_averaged_in_one_all_reduce(monkeypatch):
+    sent = []
+    monkeypatch.setattr(learners, "world_size", lambda: 2)
+    monkeypatch.setattr(learners.distributed, "all_reduce", lambda x, op: sent.append(x.add_(1)))
+    network, scale = torch.nn.Linear(3, 2), torch.nn.Parameter(torch.ones(()))
+    network.bias.requires_grad_(False)
+    (scale * network(torch.ones(1, 3)).sum()).backward()
+    before = [network.weight.grad.clone(), scale.grad.clone()]
+    learners.average_gradients(network, scale)
+    after = [network.weight.grad, scale.grad]
+    assert len(sent) == 1 and sent[0].shape == (7,) and network.bias.grad is None
+    for theirs, ours in zip(before, after, strict=True):
+        torch.testing.assert_close(ours, theirs / 2 + 1)  # the other learner's half is 1

@@ -10,7 +10,8 @@ from test_offpolicy import NoEvaluator
 from test_scripts import CONTINUOUS, DISCRETE, MULTI_AGENT, SCRIPTS
 
 import vec_envs
-from algos import worker_learner
+from algos.worker_learner import run as run_module
+from algos.worker_learner.workers import score
 
 MODULE = """
 import gymnasium, numpy as np
@@ -74,12 +75,12 @@ SMALL = {
     **{"total_steps": 2000, "num_envs": 8, "hidden_size": 32, "critic_hidden_size": 32},
     **{"learning_rate": 3e-3, "epochs": 4, "minibatch_size": 64, "batch_size": 64, "updates": 10},
     **{"warmup_steps": 100, "buffer_size": 4000, "utd_ratio": 0.5},
-    **{"polyak": 0.05, "target_update": 0.05, "exploration_fraction": 0.3, "policy_delay": 2},
-    **{"horizon": 2, "td_lambda": 0.0, "eval_every": 0, "device": "cpu"},
+    **{"tau": 0.05, "exploration_fraction": 0.3, "policy_delay": 2},
+    **{"num_steps": 2, "eval_every": 0, "device": "cpu"},
 }
-OTHER = {script: {"horizon": 16} for script in (*SCRIPTS, "pqn")}
+OTHER = {script: {"num_steps": 16} for script in (*SCRIPTS, "pqn")}
 OTHER |= {script: {"total_steps": 3000} for script in ("redq", "crossq")}  # they are careful
-OTHER |= {script: {"horizon": 10, "total_steps": 4000} for script in MULTI_AGENT}
+OTHER |= {script: {"num_steps": 10, "total_steps": 4000} for script in MULTI_AGENT}
 OTHER |= {s: {**OTHER[s], "utd_ratio": 0.2, "batch_size": 256} for s in ("maddpg", "matd3")}
 
 
@@ -87,7 +88,7 @@ OTHER |= {s: {**OTHER[s], "utd_ratio": 0.2, "batch_size": 256} for s in ("maddpg
 def echo(tmp_path, monkeypatch):
     (tmp_path / "echo.py").write_text(MODULE)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(worker_learner, "Evaluator", NoEvaluator)
+    monkeypatch.setattr(run_module, "Evaluator", NoEvaluator)
     yield
     sys.modules.pop("echo", None)
     for id in [id for id in gymnasium.registry if id.startswith("Echo")]:
@@ -104,13 +105,11 @@ def test_collect_keeps_apart_what_the_environment_said(script):
     args = module.Args(num_envs=3, hidden_size=4)
     spaces = (envs,) if many else (envs.single_observation_space, envs.single_action_space)
     agent, agents = module.Agent(*spaces, args), (envs.num_agents,) if many else ()
-    width = getattr(envs.single_action_space, "n", 1)
     shapes = dict.fromkeys(("obs", "next_obs"), (*agents, *envs.single_observation_space.shape))
     shapes |= dict.fromkeys(("alive", "next_alive", "reward"), agents)
-    shapes |= dict.fromkeys(("hidden", "next_hidden"), (*agents, 4))
     shapes |= dict.fromkeys(("state", "next_state"), (getattr(envs, "state_dim", 0),))
-    shapes |= dict.fromkeys(("kept", "log_prob", "episode_return", "episode_length"), ())
-    shapes |= {"noise": (width,), "x": (1,)}
+    shapes |= dict.fromkeys(("log_prob", "random", "episode_return", "episode_length"), ())
+    shapes |= {"raw_action": (1,)}
     rollout = {key: torch.zeros(4, 3, *shape) for key, shape in shapes.items()}
     shape, kind = envs.action_space.shape[1:], torch.from_numpy(envs.action_space.sample()).dtype
     rollout["action"] = torch.zeros(4, 3, *shape, dtype=kind)
@@ -145,14 +144,14 @@ def test_the_learning_rate_falls_linearly_to_zero(script, tmp_path, monkeypatch)
     module, rates = importlib.import_module(f"algos.{script}"), []
 
     def watched(*given, original=module.update):
-        first = [x[0] if isinstance(x, list) else x for x in given]
+        first = [x[0] if isinstance(x, list | tuple) else x for x in given]
         (optimizer,) = (x for x in first if isinstance(x, torch.optim.Optimizer))
         rates.append(float(optimizer.param_groups[0]["lr"]))
         return original(*given)
 
-    monkeypatch.setattr(worker_learner, "Evaluator", NoEvaluator)
+    monkeypatch.setattr(run_module, "Evaluator", NoEvaluator)
     monkeypatch.setattr(module, "update", watched)
-    options = {**SMALL, "total_steps": 100, "num_envs": 4, "horizon": 5, "learning_rate": 1e-3}
+    options = {**SMALL, "total_steps": 100, "num_envs": 4, "num_steps": 5, "learning_rate": 1e-3}
     options |= {"warmup_steps": 20, "minibatch_size": 8, "env": "CartPole"}
     options |= {"env": "Spread"} if script in MULTI_AGENT else {}
     options = {k: v for k, v in options.items() if hasattr(module.Args, k)}
@@ -173,5 +172,5 @@ def test_it_learns(script, echo, tmp_path):
     spaces = (envs,) if many else (envs.single_observation_space, envs.single_action_space)
     agent = module.Agent(*spaces, module.Args(**saved["args"]))
     agent.load_state_dict(saved["agent"])
-    mean = worker_learner.score(agent.eval().requires_grad_(False), envs, seed=1)[0]
+    mean = score(agent.eval().requires_grad_(False), envs, seed=1)[0]
     assert mean > 0.6 * (envs.num_agents or 1)  # of 1 each; without learning 0

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from algos import maddpg, matd3, play
-from algos.worker_learner import UserError, gradient_of
+from algos.worker_learner import UserError
 
 A, OBS, ACTIONS, HIDDEN, BATCH = 3, 4, 3, 5, 6
 TINY = {"num_envs": 4, "hidden_size": 8, "eval_episodes": 2, "eval_every": 0, "batch_size": 16}
@@ -36,10 +36,12 @@ def make_agents(script, discrete=False, available_in_obs=False, **options):
     return *(script.Agent(envs, args).double() for _ in range(2)), args
 
 
-def random_batch():
+def random_batch(discrete=False):
     double = {"dtype": torch.float64}
     action = torch.rand(BATCH, A, ACTIONS, **double) * 2 - 1
     action[:, 1, 2] = 0
+    if discrete:
+        action = torch.randint(0, 2, (BATCH, A))
     alive = (torch.rand(2, BATCH, A) < 0.8).double()
     alive[0, 0, 0], alive[1, 0, 0] = 1, 0  # dies in a step after which others go on
     terminated = torch.rand(BATCH) < 0.4
@@ -56,31 +58,53 @@ def random_batch():
 
 
 def network(w, prefix, i, x):
-    for layer in (1, 2, 3):
-        x = x @ w[f"{prefix}.weight{layer}"][i] + w[f"{prefix}.bias{layer}"][i, 0]
-        x = np.maximum(x, 0) if layer < 3 else x
+    for layer in (0, 2, 4):
+        x = w[f"{prefix}.{i}.{layer}.weight"] @ x + w[f"{prefix}.{i}.{layer}.bias"]
+        x = np.maximum(x, 0) if layer < 4 else x
     return x
 
 
 def policy(w, obs):
-    """The joint action of one step (A, ACTIONS), by one actor after another."""
+    """The outputs of one step's actors (A, ACTIONS), one after another."""
     raw = np.stack([network(w, "actors", i, obs[i]) for i in range(A)])
     raw[1, 2] = 0
-    return np.tanh(raw), raw
+    return raw
+
+
+def relaxed(raw, gumbel):
+    """softmax(logits + Gumbel noise), what the one-hot draws have the gradient of."""
+    raw = raw.copy()
+    raw[1, 2] = -np.inf  # the second agent has one action less
+    exp = np.exp(raw + gumbel - (raw + gumbel).max(-1, keepdims=True))
+    return exp / exp.sum(-1, keepdims=True)
+
+
+def one_hot(index):
+    return np.eye(ACTIONS)[index]
 
 
 def critics_of(script):
-    return ["critics"] if script is maddpg else ["critics.0", "critics.1"]
+    return ["critics"] if script is maddpg else ["critics.q1", "critics.q2"]
 
 
-def reference(script, ours, theirs, batch, args):
-    """Both losses of a batch, one step and one agent after another."""
+def reference(script, ours, theirs, batch, args, gumbel=None):
+    """Both losses of a batch, one step and one agent after another.
+
+    `gumbel`, where actions are discrete: the noise (BATCH, A, ACTIONS) of the target's actors, that
+    of the actors, and what actions were drawn before any weight was changed.
+    """
     b = {k: v.numpy() for k, v in batch.items()}
     critic, actor = 0.0, 0.0
     for n in range(BATCH):
         x, next_x = b["obs"][n].ravel(), b["next_obs"][n].ravel()
-        next_action, _ = policy(theirs, b["next_obs"][n])
-        action, raw = policy(ours, b["obs"][n])
+        next_raw, raw = policy(theirs, b["next_obs"][n]), policy(ours, b["obs"][n])
+        if gumbel is None:
+            next_action, action, stored = np.tanh(next_raw), np.tanh(raw), b["action"][n]
+        else:
+            next_action = one_hot(relaxed(next_raw, gumbel[0][n]).argmax(-1))
+            soft = relaxed(raw, gumbel[1][n])
+            action = one_hot(gumbel[2][n].argmax(-1)) + soft - gumbel[2][n]
+            stored = one_hot(b["action"][n])
         for i in range(A):
             future = min(
                 network(theirs, name, i, np.r_[next_x, next_action.ravel()])[0]
@@ -88,28 +112,42 @@ def reference(script, ours, theirs, batch, args):
             )
             y = args.reward_scale * b["reward"][n, i]
             if not b["terminated"][n]:
-                y += args.discount * future * b["next_alive"][n, i]
+                y += args.gamma * future * b["next_alive"][n, i]
             for name in critics_of(script):
-                value = network(ours, name, i, np.r_[x, b["action"][n].ravel()])[0]
+                value = network(ours, name, i, np.r_[x, stored.ravel()])[0]
                 critic += b["alive"][n, i] * (value - y) ** 2
-            joint = b["action"][n].copy()
+            joint = stored.copy()
             joint[i] = action[i]
             value = network(ours, critics_of(script)[0], i, np.r_[x, joint.ravel()])[0]
-            cost = (raw[i] ** 2).sum() / (2 if i == 1 else 3)
-            actor += b["alive"][n, i] * (args.logit_cost * cost - value)
+            cost = 0.0  # of logits: those of continuous actions are none
+            if gumbel is not None:
+                cost = args.logit_cost * (raw[i] ** 2).sum() / (2 if i == 1 else 3)
+            actor += b["alive"][n, i] * (cost - value)
     return critic / b["alive"].sum(), actor / b["alive"].sum()
 
 
 @BOTH
-def test_losses_and_gradients(script):
+@pytest.mark.parametrize("discrete", [False, True])
+def test_losses_and_gradients(script, discrete):
+    """The logits' cost is charged on discrete actions only."""
     options = {"target_noise": 0.0} if script is matd3 else {}
-    agent, target, args = make_agents(script, logit_cost=0.1, discount=0.9, **options)
-    batch = random_batch()
+    agent, target, args = make_agents(script, discrete, logit_cost=0.1, gamma=0.9, **options)
+    batch = random_batch(discrete)
+    torch.manual_seed(1)
     losses = script.critic_loss(agent, target, batch, args), script.actor_loss(agent, batch, args)
     ours, theirs = (
         {k: v.detach().numpy().copy() for k, v in x.named_parameters()} for x in (agent, target)
     )
-    expected = reference(script, ours, theirs, batch, args)
+    gumbel = None
+    if discrete:  # what gumbel_softmax draws, in this order
+        torch.manual_seed(1)
+        shape = BATCH, A, ACTIONS
+        noise = [-torch.empty(shape).double().exponential_().log().numpy() for _ in range(2)]
+        raws = zip(
+            np.stack([policy(ours, obs) for obs in batch["obs"].numpy()]), noise[1], strict=True
+        )
+        gumbel = *noise, np.stack([relaxed(raw, g) for raw, g in raws])
+    expected = reference(script, ours, theirs, batch, args, gumbel)
     np.testing.assert_allclose([loss.item() for loss in losses], expected, rtol=1e-10)
     rng, step = np.random.default_rng(0), 1e-6
     for which, part in enumerate(("critics", "actors")):
@@ -123,7 +161,7 @@ def test_losses_and_gradients(script):
                 values = []
                 for sign in (1, -1):
                     ours[name].flat[index] += sign * step
-                    values.append(reference(script, ours, theirs, batch, args)[which])
+                    values.append(reference(script, ours, theirs, batch, args, gumbel)[which])
                     ours[name].flat[index] -= sign * step
                 slope = (values[0] - values[1]) / (2 * step)
                 assert abs(parameter.grad.flatten()[index].item() - slope) < 1e-7, name
@@ -137,23 +175,40 @@ def test_discrete_actions_are_draws_with_the_gradient_of_the_softmax(script):
         parameter.data *= 3
     obs = torch.randn(1, A, OBS, dtype=torch.float64).expand(4000, -1, -1)
     state = torch.get_rng_state()
-    action, logits = agent.act(obs)
+    logits = agent.outputs(obs)
+    action = script.act(agent, logits)
     assert ((action.detach() - action.detach().round()).abs() < 1e-9).all()
     torch.testing.assert_close(action.sum(-1), torch.ones_like(action[..., 0]))
-    chance = logits[0].softmax(-1)
-    assert (action.mean(0) - chance).abs().max() < 0.035 and chance[1, 2] == 0
+    probability = logits[0].softmax(-1)
+    assert (action.mean(0) - probability).abs().max() < 0.035 and probability[1, 2] == 0
     torch.set_rng_state(state)
     soft = torch.nn.functional.gumbel_softmax(logits, hard=False)
     direction = torch.randn_like(action)
     slopes = [
-        torch.autograd.grad((x * direction).sum(), agent.actors.weight1, retain_graph=True)[0]
+        torch.autograd.grad((x * direction).sum(), agent.actors[0][0].weight, retain_graph=True)[0]
         for x in (action, soft)
     ]
     torch.testing.assert_close(*slopes)
-    torch.set_rng_state(state)
-    assert torch.equal(agent.explore(obs), action.argmax(-1))
-    assert torch.equal(agent.stored(agent.explore(obs)).sum(-1), torch.ones(4000, A))
+    assert torch.equal(agent.encode(action.argmax(-1)), action.round().float())
     assert torch.equal(agent(obs), logits.argmax(-1))
+
+
+def collected(script, agent, obs):
+    """What `collect` does in one step of envs with these observations, (N, A) or (N, A, n)."""
+    taken, flags = [], torch.zeros(len(obs), dtype=torch.bool)
+
+    def step(action):
+        taken.append(action)
+        info = {"final_obs": obs, "episode_return": 0.0, "episode_length": 0}
+        return obs, torch.zeros(len(obs), A), flags, flags, info
+
+    envs = types.SimpleNamespace(obs=obs, alive=torch.ones(len(obs), A), step=step)
+    names = "reward alive next_obs next_alive terminated done episode_return episode_length"
+    rollout = {"obs": torch.zeros(1, *obs.shape), **{name: [None] for name in names.split()}}
+    rollout["action"] = [None]
+    script.collect(agent, envs, rollout)
+    assert torch.equal(taken[0], agent.to_env(rollout["action"][0]))
+    return rollout["action"][0]
 
 
 @BOTH
@@ -161,15 +216,31 @@ def test_actions_that_are_not_available_are_never_drawn(script):
     agent, *_ = make_agents(script, discrete=True, available_in_obs=True)
     obs = torch.randn(300, A, OBS, dtype=torch.float64)
     obs[..., -ACTIONS:] = torch.tensor([0.0, 1.0, 1.0], dtype=torch.float64)
-    for actions in (agent(obs), agent.explore(obs)):
+    for actions in (agent(obs), collected(script, agent, obs)):
         assert set(actions[:, 0].tolist()) <= {1, 2} and set(actions[:, 1].tolist()) == {1}
+    obs[:, 1] = 0.0  # it has left, and none is available: any of its own will do
+    for actions in (agent(obs), collected(script, agent, obs)):
+        assert set(actions[:, 1].tolist()) <= {0, 1}
+    batch = {**random_batch(discrete=True), "obs": obs[:BATCH]}
+    assert script.actor_loss(agent, batch, script.Args()).abs() < 1e3
+
+
+@BOTH
+def test_actions_are_drawn_from_the_policy(script):
+    agent, *_ = make_agents(script, discrete=True)
+    for parameter in agent.actors.parameters():
+        parameter.data *= 3
+    obs = torch.randn(1, A, OBS, dtype=torch.float64).expand(4000, -1, -1)
+    actions = torch.nn.functional.one_hot(collected(script, agent, obs)).double()
+    assert (actions.mean(0) - agent.outputs(obs)[0].softmax(-1)).abs().max() < 0.035
 
 
 @BOTH
 def test_continuous_actions(script):
     agent, *_ = make_agents(script, exploration_noise=0.5)
     obs = torch.randn(500, A, OBS, dtype=torch.float64)
-    action, mean = agent.explore(obs), agent.act(obs)[0]
+    action, mean = collected(script, agent, obs), agent.outputs(obs).tanh()
+    assert torch.equal(script.act(agent, agent.outputs(obs)), mean)
     assert action.abs().max() <= 1 and not action[:, 1, 2].any()
     noise = (action - mean)[mean.abs() < 0.2]
     assert 0.35 < noise.std() < 0.5  # cut at the bounds
@@ -178,19 +249,20 @@ def test_continuous_actions(script):
     torch.testing.assert_close(agent(obs), agent.to_env(mean))
 
 
-def test_noise_on_the_targets_actions_is_cut():
+def test_noise_on_the_targets_actions_is_cut(monkeypatch):
     agent, target, args = make_agents(matd3, target_noise=10.0, target_noise_clip=0.25)
     for parameter in target.actors.parameters():
         parameter.data *= 0.1  # far from the bounds
-    seen, values, batch = [], target.values, random_batch()
+    seen, q_values, batch = [], matd3.q_values, random_batch()
 
-    def keep(obs, action, number):
-        seen.append(action)
-        return values(obs, action, number)
+    def keep(critic, obs, action):
+        if critic in (target.critics.q1, target.critics.q2):
+            seen.append(action)
+        return q_values(critic, obs, action)
 
-    target.values = keep
+    monkeypatch.setattr(matd3, "q_values", keep)
     matd3.critic_loss(agent, target, batch, args)
-    noise = seen[0] - target.act(batch["next_obs"])[0]
+    noise = seen[0] - target.outputs(batch["next_obs"]).tanh()
     assert torch.equal(seen[0], seen[1]) and not noise[:, 1, 2].any()
     size = noise[:, 0].abs()
     assert size.max() < 0.25 + 1e-9 and (size > 0.2499).double().mean() > 0.7
@@ -202,28 +274,34 @@ def test_noise_on_the_targets_actions_is_cut():
 
 
 @BOTH
-def test_who_moves_when(script):
-    agent, target, args = make_agents(script)
+@pytest.mark.parametrize("delay", [2, 3])
+def test_who_moves_when(script, delay):
+    """Actors and target networks after the last of the delayed updates of the critics."""
+    agent, target, args = make_agents(
+        script, **({"policy_delay": delay} if script is matd3 else {})
+    )
+    target.requires_grad_(False)
     batch = random_batch()
     optimizers = [
-        torch.optim.Adam([script.flatten(x)], 1e-2) for x in (agent.critics, agent.actors)
+        torch.optim.Adam(network.parameters(), 1e-2) for network in (agent.critics, agent.actors)
     ]
 
     def weights(part):
         return torch.cat([p.detach().flatten() for p in part.parameters()]).clone()
 
-    for number in range(4):
+    for number in range(7):
         before = [weights(x) for x in (agent.critics, agent.actors, target)]
-        critic_gradient = gradient_of(script.critic_loss, agent.critics)
-        gradients = critic_gradient, gradient_of(script.actor_loss, agent.actors)
+        functions = script.critic_loss, script.actor_loss
         numbered = [] if script is maddpg else [number]
-        script.update(agent, target, optimizers, batch, gradients, *numbered, args)
+        losses = script.update(agent, target, optimizers, functions, batch, *numbered, args)
         after = [weights(x) for x in (agent.critics, agent.actors, target)]
         moved = [not torch.equal(x, y) for x, y in zip(before, after, strict=True)]
-        rest = script is maddpg or number % 2 == 0
+        rest = script is maddpg or (number + 1) % delay == 0
         assert moved == [True, rest, rest]
+        assert losses.keys() == ({"critic", "actor"} if rest else {"critic"})
+        assert all(parameter.requires_grad for parameter in agent.parameters())
         if rest:  # θ̄ ← (1 − τ) θ̄ + τ θ
-            torch.testing.assert_close(after[2], before[2].lerp(weights(agent), args.polyak))
+            torch.testing.assert_close(after[2], before[2].lerp(weights(agent), args.tau))
 
 
 # Runs.
@@ -251,7 +329,7 @@ def test_resume_is_bit_identical(script, env, tmp_path, monkeypatch):
     )
     assert ours["run"]["step"] == theirs["run"]["step"] == 1000
     for part in ("agent", "target", "workers"):
-        assert all(torch.equal(x, theirs[part][k]) for k, x in ours[part].items())
+        torch.testing.assert_close(ours[part], theirs[part], rtol=0, atol=0)
     assert ours["run"]["last_return"] == theirs["run"]["last_return"]
 
 

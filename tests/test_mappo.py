@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from algos import mappo, play, ppo
-from algos.worker_learner import UserError, flatten, gradient_of
+from algos.worker_learner import UserError
 from vec_envs import make
 
 TINY = {"num_envs": 4, "hidden_size": 8, "eval_episodes": 2, "eval_every": 0, "epochs": 2}
@@ -43,20 +43,20 @@ def make_agent(discrete=True, available_in_obs=False, **options):
     return agent, args
 
 
-def random_rollout(discrete=True, horizon=5, envs=2):
+def random_rollout(discrete=True, num_steps=5, envs=2):
     double = {"dtype": torch.float64}
-    shape = (horizon, envs, 3)
-    done = torch.rand(horizon, envs) < 0.3
+    shape = (num_steps, envs, 3)
+    done = torch.rand(num_steps, envs) < 0.3
     actions = torch.randint(0, 2, shape) if discrete else torch.randn(*shape, 4, **double)
     return {
         "obs": torch.randn(*shape, 6, **double),
         "next_obs": torch.randn(*shape, 6, **double),
-        "state": torch.randn(horizon, envs, 10, **double),
-        "next_state": torch.randn(horizon, envs, 10, **double),
+        "state": torch.randn(num_steps, envs, 10, **double),
+        "next_state": torch.randn(num_steps, envs, 10, **double),
         "action": actions,
         "reward": torch.randn(shape, **double) * 7 - 20,
         "alive": torch.ones(shape, **double),
-        "terminated": done & (torch.rand(horizon, envs) < 0.5),
+        "terminated": done & (torch.rand(num_steps, envs) < 0.5),
         "done": done,
     }
 
@@ -68,17 +68,13 @@ def gradient(agent, loss):
 
 
 def test_losses_are_ppos_where_nobody_dies():
-    args = mappo.Args(clip_value=True)
-    log_ratio, advantage, value, old, returns = torch.randn(5, 40, 3)
+    log_ratio, advantage, value, returns = torch.randn(4, 40, 3)
     alive = torch.ones(40, 3)
     torch.testing.assert_close(
         mappo.policy_loss(log_ratio, advantage, alive, 0.2),
         ppo.policy_loss(log_ratio, advantage, 0.2),
     )
-    torch.testing.assert_close(
-        mappo.value_loss(value, old, returns, args),
-        ppo.value_loss(value, old, returns, args),
-    )
+    torch.testing.assert_close(mappo.value_loss(value, returns), ppo.value_loss(value, returns))
 
 
 @pytest.mark.parametrize("discrete", [True, False])
@@ -88,15 +84,16 @@ def test_the_dead_count_for_nothing(discrete):
     batch = mappo.prepare(agent, random_rollout(discrete), args)
     batch["log_prob"] = batch["log_prob"] + 0.3 * torch.randn_like(batch["log_prob"])
     batch["alive"][3:, 1:] = 0
-    loss, losses = mappo.minibatch_loss(agent, batch, args)
+    loss, losses = mappo.mappo_loss(agent, batch, args)
     before = gradient(agent, loss)
     for name in ("advantage", "log_prob"):  # nonsense where they are dead
         batch[name] = torch.where(batch["alive"] > 0, batch[name], batch[name] - 7)
-    loss, other = mappo.minibatch_loss(agent, batch, args)
+    loss, other = mappo.mappo_loss(agent, batch, args)
     torch.testing.assert_close(gradient(agent, loss), before)
-    assert losses["kl"] > 0 and torch.allclose(losses["kl"], other["kl"])
+    for name in ("approx_kl", "clip_fraction"):
+        assert losses[name] > 0 and torch.allclose(losses[name], other[name])
     batch["alive"][:] = 1
-    loss, _ = mappo.minibatch_loss(agent, batch, args)
+    loss, _ = mappo.mappo_loss(agent, batch, args)
     assert not torch.allclose(gradient(agent, loss), before)
 
 
@@ -108,37 +105,42 @@ def test_actions_an_agent_does_not_have_are_never_taken():
     available = agent.available(obs)
     own = [[True, False, True, True], [True, False, False, False], [True, False, True, True]]
     assert available.tolist() == [own] * 500
-    for actions in (agent(obs), agent.sample(obs)):
+    for actions in (agent(obs), agent.policy(obs).sample()):
         assert available.gather(-1, actions.unsqueeze(-1)).all()
-    x = agent.normalize(obs)
-    log_probs = torch.stack(
-        [
-            agent.log_prob_entropy(x, torch.full((500, 3), action), available)[0]
-            for action in range(4)
-        ],
-        -1,
-    )
+    policy = agent.policy(obs)
+    log_probs = [policy.log_prob(torch.full((500, 3), action)) for action in range(4)]
+    log_probs = torch.stack(log_probs, -1)
     assert (log_probs.exp()[~available] == 0).all()
     torch.testing.assert_close(log_probs.exp().sum(-1), torch.ones(500, 3, dtype=torch.float64))
-    _, entropy = agent.log_prob_entropy(x, agent.sample(obs), available)
-    expected = torch.distributions.Categorical(logits=log_probs.where(available, -1e30)).entropy()
-    torch.testing.assert_close(entropy, expected)
+    expected = -(log_probs.exp() * log_probs).where(available, 0.0).sum(-1)
+    torch.testing.assert_close(policy.entropy(), expected)
 
 
 def test_entries_an_action_does_not_have_do_not_count():
-    agent, _ = make_agent(discrete=False)
+    """Neither in the ratio nor in a gradient: there the policy is N(0, 1), whatever is learnt."""
+    agent, args = make_agent(discrete=False, entropy_coef=0.1)
     obs = torch.randn(50, 3, 6, dtype=torch.float64)
-    action, available = agent.sample(obs), agent.available(obs)
-    assert not action[:, 1, 2:].any() and action[:, 0].any()
-    x = agent.normalize(obs)
-    log_prob, entropy = agent.log_prob_entropy(x, action, available)
-    mean = agent.actor(agent.numbered(x))
-    normal = torch.distributions.Normal(mean, agent.log_std.exp())
-    for ours, theirs in ((log_prob, normal.log_prob(action)), (entropy, normal.entropy())):
-        expected = torch.stack(
-            [theirs[:, 0].sum(-1), theirs[:, 1, :2].sum(-1), theirs[:, 2].sum(-1)], -1
-        )
-        torch.testing.assert_close(ours, expected)
+    policy, action = agent.policy(obs), agent.policy(obs).sample()
+    assert not agent(obs)[:, 1, 2:].any() and agent(obs)[:, 0].all()
+    mean, std = agent.actor(agent.with_id(agent.normalize(obs))), agent.log_std.exp()
+    own = torch.distributions.Normal(mean, std.expand_as(mean))
+    none = torch.distributions.Normal(torch.zeros_like(mean), 1.0)
+    there = agent.action_mask
+    log_prob = torch.where(there, own.log_prob(action), none.log_prob(action)).sum(-1)
+    torch.testing.assert_close(policy.log_prob(action), log_prob)
+    entropy = torch.where(there, own.entropy(), none.entropy()).sum(-1)
+    torch.testing.assert_close(policy.entropy(), entropy)
+    agent.log_std.data += 0.5
+    agent.actor[-1].bias.data += 0.5
+    other = action.clone()
+    other[:, 1, 2:] += 1
+    moved = agent.policy(obs)
+    ratios = [moved.log_prob(a) - policy.log_prob(a) for a in (action, other)]
+    torch.testing.assert_close(*ratios)
+    rollout = random_rollout(discrete=False)
+    loss, _ = mappo.mappo_loss(agent, mappo.prepare(agent, rollout, args), args)
+    gradient(agent, loss)
+    assert not agent.log_std.grad[1, 2:].any() and agent.log_std.grad[1, :2].all()
 
 
 @pytest.mark.parametrize("centralized", [True, False])
@@ -146,7 +148,7 @@ def test_what_the_critic_sees(centralized):
     agent, _ = make_agent(centralized_value=centralized)
     obs = torch.randn(4, 3, 6, dtype=torch.float64, requires_grad=True)
     state = torch.randn(4, 10, dtype=torch.float64, requires_grad=True)
-    value = agent.value(agent.critic_input(obs, state))
+    value = agent.value(obs, state)
     assert value.shape == (4, 3)
     assert value[0, 0] != value[0, 1]  # the agent's number is an input
     of_obs, of_state = torch.autograd.grad(value[2, 1], (obs, state), allow_unused=True)
@@ -156,45 +158,57 @@ def test_what_the_critic_sees(centralized):
         assert of_state is None and of_obs[2, 1].all() and of_obs.count_nonzero() == 6
 
 
-@pytest.mark.parametrize("team", [True, False])
-def test_returns_are_those_of_the_team(team):
+def test_returns_are_those_of_the_team():
     """Advantages by PPO's estimator from the sum of rewards, in the rewards' own units."""
-    agent, args = make_agent(team_reward=team)
-    agent.value_normalizer.update(torch.tensor([[-5.0], [9.0]], dtype=torch.float64))
-    rollout = random_rollout(horizon=30)
-    real = [
-        agent.value_normalizer.real(agent.value(agent.critic_input(rollout[o], rollout[s])))
-        for o, s in (("obs", "state"), ("next_obs", "next_state"))
-    ]
-    batch = mappo.prepare(agent, rollout, args)
-    for i in range(3):
-        reward = rollout["reward"].sum(-1) if team else rollout["reward"][..., i]
-        expected = ppo.gae(
-            reward, *(x[..., i] for x in real), rollout["terminated"], rollout["done"], args
-        )
-        torch.testing.assert_close(batch["advantage"].view(30, 2, 3)[..., i], expected)
-        returns = agent.value_normalizer.real(batch["returns"].view(30, 2, 3)[..., i])
-        torch.testing.assert_close(returns, (expected + real[0][..., i]).detach())
-        old = agent.value_normalizer.real(batch["value"].view(30, 2, 3)[..., i])
-        torch.testing.assert_close(old, real[0][..., i].detach())
-
-
-def test_an_update_takes_in_what_was_seen():
     agent, args = make_agent()
-    rollout, optimizer = random_rollout(), torch.optim.SGD([flatten(agent)], 0.1)
-    mappo.update(agent, optimizer, rollout, gradient_of(mappo.minibatch_loss, agent), args)
+    agent.return_statistics.update(torch.tensor([[-5.0], [9.0]], dtype=torch.float64))
+    rollout = random_rollout(num_steps=30)
+    value = agent.value(rollout["obs"], rollout["state"])
+    next_value = agent.value(rollout["next_obs"], rollout["next_state"])
+    batch = mappo.prepare(agent, rollout, args)
+    reward = rollout["reward"].sum(-1)
+    for i in range(3):
+        values, ends = (value[..., i], next_value[..., i]), (rollout["terminated"], rollout["done"])
+        expected = ppo.gae(reward, *values, *ends, args)
+        torch.testing.assert_close(batch["advantage"].view(30, 2, 3)[..., i], expected)
+        returns = (expected + value[..., i]).detach()
+        torch.testing.assert_close(batch["returns"].view(30, 2, 3)[..., i], returns)
+
+
+def test_an_update_is_epochs_of_steps_on_the_whole_rollout():
+    """And takes in what was seen, last."""
+    agent, args = make_agent(epochs=3)
+    rollout, steps = random_rollout(), []
+
+    def loss(agent, batch, args):
+        steps.append((len(batch["obs"]), agent.normalizer.count.item()))
+        return mappo.mappo_loss(agent, batch, args)
+
+    optimizer = torch.optim.SGD(agent.parameters(), 0.1)
+    logged = mappo.update(agent, optimizer, rollout, loss, args)
+    assert steps == [(10, 0)] * 3 and all(x.isfinite() for x in logged.values())
     seen = rollout["obs"].flatten(0, 1).flatten(1), rollout["state"].flatten(0, 1)
     for normalizer, x in zip((agent.normalizer, agent.state_normalizer), seen, strict=True):
         torch.testing.assert_close(normalizer.mean, x.mean(0))
 
 
-def test_the_value_normalizer_and_its_way_back():
-    normalizer = mappo.ValueNormalizer(1).double()
-    returns = torch.randn(300, 3, dtype=torch.float64) * 40 - 90
-    normalizer.update(returns.unsqueeze(-1))
-    normal = normalizer(returns)
-    assert abs(normal.mean()) < 1e-9 and abs(normal.std(correction=0) - 1) < 1e-6
-    torch.testing.assert_close(normalizer.real(normal), returns)
+def test_the_critic_learns_normalised_returns():
+    """Its output is regressed to returns with mean 0 and variance 1."""
+    agent, args = make_agent()
+    agent.return_statistics.update(torch.tensor([[-5.0], [9.0]], dtype=torch.float64))
+    batch = mappo.prepare(agent, random_rollout(), args)
+    all_returns = torch.cat((torch.tensor([-5.0, 9.0]).double(), batch["returns"].flatten()))
+    mean, std = all_returns.mean(), all_returns.std(correction=0)
+    state = agent.state_normalizer(batch["state"]).unsqueeze(1).expand(-1, 3, -1)
+    output = agent.critic(agent.with_id(state)).squeeze(-1)
+    expected = 0.5 * (output - (batch["returns"] - mean) / std).square().mean()
+    _, losses = mappo.mappo_loss(agent, batch, args)
+    torch.testing.assert_close(losses["value"], expected)
+    ours, theirs = (
+        torch.autograd.grad(loss, list(agent.critic.parameters()))
+        for loss in (losses["value"], expected)
+    )
+    torch.testing.assert_close(ours, theirs)
 
 
 def test_agents_that_differ_have_statistics_of_their_own():
@@ -213,7 +227,7 @@ def test_agents_that_differ_have_statistics_of_their_own():
 
 
 def test_resume_is_bit_identical(tmp_path, monkeypatch):
-    tiny = {**TINY, "env": "SpeakerListener", "total_steps": 1500, "horizon": 25}
+    tiny = {**TINY, "env": "SpeakerListener", "total_steps": 1500, "num_steps": 25}
     mappo.train(mappo.Args(**tiny, run_dir=str(tmp_path / "whole")))
     calls, update = iter(range(100)), mappo.update
 
@@ -232,7 +246,7 @@ def test_resume_is_bit_identical(tmp_path, monkeypatch):
     )
     assert ours["run"]["step"] == theirs["run"]["step"] == 1500
     for part in ("agent", "workers"):
-        assert all(torch.equal(x, theirs[part][k]) for k, x in ours[part].items())
+        torch.testing.assert_close(ours[part], theirs[part], rtol=0, atol=0)
     assert ours["run"]["last_return"] == theirs["run"]["last_return"]
 
 
@@ -275,15 +289,17 @@ def test_the_living_are_the_batch():
     batch["log_prob"] = batch["log_prob"] + 0.3 * torch.randn_like(batch["log_prob"])
     batch["alive"][3:, 1:] = 0
     living = batch["alive"] > 0
-    total, losses = mappo.minibatch_loss(agent, batch, args)
+    total, losses = mappo.mappo_loss(agent, batch, args)
     weighted = losses["policy"] + args.value_coef * losses["value"] - 0.1 * losses["entropy"]
     torch.testing.assert_close(total, weighted)
-    log_prob, entropy = agent.log_prob_entropy(batch["obs"], batch["action"], batch["available"])
+    policy = agent.policy(batch["obs"])
     advantage = batch["advantage"][living]
     advantage = (advantage - advantage.mean()) / (advantage.std(correction=0) + 1e-8)
-    log_ratio = (log_prob - batch["log_prob"])[living]
+    log_ratio = (policy.log_prob(batch["action"]) - batch["log_prob"])[living]
     torch.testing.assert_close(losses["policy"], ppo.policy_loss(log_ratio, advantage, args.clip))
-    torch.testing.assert_close(losses["entropy"], entropy[living].mean())
-    value = agent.value(batch["critic_input"])
-    expected = ppo.value_loss(value, batch["value"], batch["returns"], args)
-    torch.testing.assert_close(losses["value"], expected)
+    torch.testing.assert_close(losses["entropy"], policy.entropy()[living].mean())
+    kl = (log_ratio.exp() - 1 - log_ratio).mean()
+    torch.testing.assert_close(losses["approx_kl"], kl)
+    value = agent.value(batch["obs"], batch["state"])
+    expected = ppo.value_loss(value, batch["returns"]) / agent.return_statistics.var.squeeze()
+    torch.testing.assert_close(losses["value"], expected, rtol=1e-6, atol=0)

@@ -30,15 +30,13 @@ from algos import (
     ddpg_hterm,
     mod_sac,
     ppo_hterm,
-    ppo_hterm_variants,
     redq,
     sac,
     sac_hterm,
     td3,
     td3_hterm,
-    worker_learner,
 )
-from algos.worker_learner import ReplayBuffer, UserError, Workers
+from algos.worker_learner import ReplayBuffer, Run, RunArgs, UserError, Workers
 from vec_envs import classic
 
 OBS_DIM, ACT_DIM, HIDDEN, BATCH = 4, 2, 6, 10
@@ -47,15 +45,19 @@ BOX = gymnasium.spaces.Box(np.float32([-2.0, 0.0]), np.float32([2.0, 1.0]))
 SCRIPTS = [ddpg, td3, sac]
 
 
+def deterministic(script):
+    return script in (ddpg, td3)
+
+
 def make_agent(script, dtype=torch.float64, **options):
     """An agent and its target, which differ, in double precision."""
     torch.manual_seed(0)
     args = script.Args(hidden_size=HIDDEN, num_envs=2, **options)
     agent = script.Agent(OBS, BOX, args).to(dtype)
     agent.warm_up.fill_(False)
-    if script is sac:
-        agent.actor.log_temperature.data.fill_(-0.7)
-    target = copy.deepcopy(agent.critics if script is sac else agent)
+    if not deterministic(script):
+        agent.log_temperature.data.fill_(-0.7)
+    target = copy.deepcopy(agent if deterministic(script) else agent.critics)
     with torch.no_grad():
         for parameter in target.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
@@ -80,28 +82,22 @@ def random_batch():
 
 
 def numpy_mlp(parameters, x):
-    w1, b1, w2, b2, w3, b3 = parameters  # weights (in, out)
-    x = np.maximum(x @ w1 + b1, 0)
-    x = np.maximum(x @ w2 + b2, 0)
-    return x @ w3 + b3
-
-
-def linear_layers(parameters):
-    """nn.Linear keeps its weights (out, in)."""
-    return [array.T if array.ndim == 2 else array for array in parameters]
+    w1, b1, w2, b2, w3, b3 = parameters  # weights (out, in)
+    x = np.maximum(x @ w1.T + b1, 0)
+    x = np.maximum(x @ w2.T + b2, 0)
+    return x @ w3.T + b3
 
 
 def numpy_critics(script, parameters, obs, action):
     """Q_i (B,) of every critic i."""
     x = np.concatenate((obs, action), 1)
-    if script is ddpg:
-        return [numpy_mlp(linear_layers(parameters), x)[:, 0]]
-    return [numpy_mlp([array[i] for array in parameters], x)[:, 0] for i in range(2)]
+    networks = [parameters] if script is ddpg else [parameters[:6], parameters[6:]]
+    return [numpy_mlp(network, x)[:, 0] for network in networks]
 
 
 def numpy_sample(parameters, obs, noise):
     """SAC's action and log-probability, 1 − tanh² as it stands."""
-    mean, log_std = np.split(numpy_mlp(linear_layers(parameters), obs), 2, axis=1)
+    mean, log_std = np.split(numpy_mlp(parameters, obs), 2, axis=1)
     std = np.exp(np.clip(log_std, -20, 2))
     u = mean + std * noise
     density = np.exp(-0.5 * ((u - mean) / std) ** 2) / (std * np.sqrt(2 * np.pi))
@@ -114,7 +110,7 @@ def numpy_critic_loss(script, critics, target_critics, target_actor, temperature
         next_action, log_prob = numpy_sample(target_actor, batch["next_obs"], noise)
         options = {"entropy": -temperature * log_prob}
     else:
-        next_action = np.tanh(numpy_mlp(linear_layers(target_actor), batch["next_obs"]))
+        next_action = np.tanh(numpy_mlp(target_actor, batch["next_obs"]))
     if script is td3:
         next_action = np.clip(next_action + np.clip(0.3 * noise, -0.2, 0.2), -1, 1)
     values = numpy_critics(script, target_critics, batch["next_obs"], next_action)
@@ -124,7 +120,7 @@ def numpy_critic_loss(script, critics, target_critics, target_actor, temperature
         future = min(value[b] for value in values)
         if script is sac:
             future += options["entropy"][b]
-        y = 3 * batch["reward"][b]
+        y = batch["reward"][b]
         if not batch["terminated"][b]:
             y += batch["discount"][b] * future
         total += sum(0.5 * batch["weight"][b] * (q[b] - y) ** 2 for q in predictions) / BATCH
@@ -136,7 +132,7 @@ def numpy_actor_loss(script, critics, actor, temperature, batch, noise):
         action, log_prob = numpy_sample(actor, batch["obs"], noise)
         values = numpy_critics(script, critics, batch["obs"], action)
         return np.mean(temperature * log_prob - np.minimum(*values))
-    action = np.tanh(numpy_mlp(linear_layers(actor), batch["obs"]))
+    action = np.tanh(numpy_mlp(actor, batch["obs"]))
     return -np.mean(numpy_critics(script, critics, batch["obs"], action)[0])
 
 
@@ -168,9 +164,9 @@ OPTIONS = {ddpg: {}, td3: {"target_noise": 0.3, "target_noise_clip": 0.2}, sac: 
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_gradient_of_the_critics(script):
-    agent, target, args = make_agent(script, reward_scale=3.0, **OPTIONS[script])
+    agent, target, args = make_agent(script, **OPTIONS[script])
     if script is td3:
-        target.actor[-1].bias.data.add_(2)  # so near to 1 that the noise leads out
+        target.actor.network[-1].bias.data.add_(2)  # so near to 1 that the noise leads out
     batch = random_batch()
     torch.manual_seed(5)
     loss, td_error = script.critic_loss(agent, target, batch, args)
@@ -180,8 +176,6 @@ def test_gradient_of_the_critics(script):
     noise = torch.randn(BATCH, ACT_DIM, dtype=torch.float64).numpy()
     target_critics = arrays(target if script is sac else critic_of(script, target))
     actor = arrays(agent.actor if script is sac else target.actor)
-    if script is sac:
-        assert actor.pop(0) == -0.7  # the temperature, first of the actor's parameters
     plain = {name: tensor.numpy() for name, tensor in batch.items()}
 
     def reference(parameters):
@@ -199,13 +193,12 @@ def test_gradient_of_the_critics(script):
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_gradient_of_the_actor(script):
-    agent, _, args = make_agent(script)
+    agent, _, _ = make_agent(script)
     batch = random_batch()
     torch.manual_seed(5)
-    loss = script.actor_loss(agent, batch, args)
+    loss = script.actor_loss(agent, batch)
     loss = loss[0] if script is sac else loss
-    names = [name for name, _ in agent.actor.named_parameters() if name != "log_temperature"]
-    network = [agent.actor.get_parameter(name) for name in names]
+    network = list(agent.actor.parameters())
     loss.backward(inputs=network)
     torch.manual_seed(5)
     noise = torch.randn(BATCH, ACT_DIM, dtype=torch.float64).numpy()
@@ -228,28 +221,30 @@ def test_gradient_of_the_temperature():
     for log_prob, slope in ((torch.tensor([1.0, 2.0]), 0.5), (torch.tensor([2.0, 4.0]), -1.0)):
         agent.zero_grad()
         sac.temperature_loss(agent, log_prob.double()).backward()
-        np.testing.assert_allclose(agent.actor.log_temperature.grad, slope)
+        np.testing.assert_allclose(agent.log_temperature.grad, slope)
 
 
 @pytest.mark.parametrize("script", [sac, redq, mod_sac, crossq, sac_hterm])
 def test_the_temperature_moves_by_its_own_loss_only(script):
-    """Down the slope of −log α · (E[log π] + H̄), with H̄ = −dim(A), not by what the actor pays."""
-    agent, _, args = make_agent(script)
-    loss, _, log_prob = script.policy_loss(agent, random_batch(), args)
+    """Down the slope of −log α · (E[log π] + H̄), with H̄ = −dim(A), not by the actor's loss."""
+    agent, _, _ = make_agent(script)
+    loss, log_prob = script.actor_loss(agent, random_batch())
     loss.backward()
-    torch.testing.assert_close(agent.actor.log_temperature.grad, 2 - log_prob.mean())
+    assert agent.log_temperature.grad is None and not log_prob.requires_grad
+    script.temperature_loss(agent, log_prob).backward()
+    torch.testing.assert_close(agent.log_temperature.grad, 2 - log_prob.mean())
 
 
 def test_the_standard_deviation_is_bounded():
     agent, _, _ = make_agent(sac)
     obs = random_batch()["obs"]
     for log_std, bound in ((9.0, 2), (-99.0, -20)):
-        agent.actor[-1].bias.data[ACT_DIM:] = log_std
+        agent.actor.mean_and_log_std[-1].bias.data[ACT_DIM:] = log_std
         torch.manual_seed(3)
-        action, _ = agent.sample(obs)
+        action, _ = agent.actor.sample(obs)
         torch.manual_seed(3)
         noise = torch.randn(BATCH, ACT_DIM, dtype=torch.float64)
-        u = agent.actor(obs)[:, :ACT_DIM] + math.exp(bound) * noise
+        u = agent.actor.mean_and_log_std(obs)[:, :ACT_DIM] + math.exp(bound) * noise
         torch.testing.assert_close(action, u.tanh(), rtol=1e-12, atol=1e-12)
 
 
@@ -259,11 +254,11 @@ def test_log_prob_is_that_of_torch_distributions(mean, dtype):
     """Also where tanh(u) is 1 to the last bit: TanhTransform's cache remembers u."""
     agent, _, _ = make_agent(sac, dtype)
     with torch.no_grad():
-        agent.actor[-1].bias[:ACT_DIM] += mean
+        agent.actor.mean_and_log_std[-1].bias[:ACT_DIM] += mean
     obs = random_batch()["obs"].to(dtype)
     torch.manual_seed(3)
-    action, log_prob = agent.sample(obs)
-    mean, log_std = agent.actor(obs).double().chunk(2, -1)
+    action, log_prob = agent.actor.sample(obs)
+    mean, log_std = agent.actor.mean_and_log_std(obs).double().chunk(2, -1)
     torch.manual_seed(3)
     u = mean + log_std.exp() * torch.randn(BATCH, ACT_DIM, dtype=dtype)
     squash = distributions.transforms.TanhTransform(cache_size=1)
@@ -276,146 +271,93 @@ def test_log_prob_is_that_of_torch_distributions(mean, dtype):
     torch.testing.assert_close(action.double(), u.tanh(), rtol=tolerance, atol=tolerance)
 
 
+def actor_parameters(script, agent):
+    own = [] if deterministic(script) else [agent.log_temperature]
+    return [*agent.actor.parameters(), *own]
+
+
 def optimizers_of(script, agent):
-    return tuple(
-        torch.optim.Adam([worker_learner.flatten(network)], 1e-2, fused=True)
-        for network in (critic_of(script, agent), agent.actor)
-    )
-
-
-def gradients_of(script, agent):
-    actor_loss = getattr(script, "policy_loss", script.actor_loss)
-    return (
-        worker_learner.gradient_of(script.critic_loss, critic_of(script, agent)),
-        worker_learner.gradient_of(actor_loss, agent.actor),
-    )
+    critic = critic_of(script, agent).parameters()
+    return torch.optim.SGD(critic, 0.1), torch.optim.SGD(actor_parameters(script, agent), 0.1)
 
 
 def update(script, agent, target, optimizers, args, number=0):
-    extra = (number,) if script is td3 else ()
-    gradients = gradients_of(script, agent)
-    return script.update(agent, target, optimizers, random_batch(), gradients, *extra, args)
+    functions, extra = (script.critic_loss, script.actor_loss), (number,) * (script is td3)
+    return script.update(agent, target, optimizers, functions, random_batch(), *extra, args)
 
 
 def weights(network):
     return torch.cat([parameter.detach().flatten() for parameter in network.parameters()])
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_a_gradient_is_that_of_one_network(script):
-    """In the order of `flatten`, 0 where the loss does not reach; nothing else gets one."""
-    agent, _, args = make_agent(script)
-    batch = random_batch()
-    torch.manual_seed(3)
-    function = worker_learner.gradient_of(script.actor_loss, agent.actor)
-    gradient, loss, *_ = function(agent, batch, args)
-    assert not loss.requires_grad
-    assert all(parameter.grad is None for parameter in agent.parameters())
-    torch.manual_seed(3)
-    expected = script.actor_loss(agent, batch, args)
-    (expected[0] if isinstance(expected, tuple) else expected).backward()
-    weights = agent.actor.parameters()
-    parts = [torch.zeros_like(w) if w.grad is None else w.grad for w in weights]
-    torch.testing.assert_close(gradient, torch.cat([part.flatten() for part in parts]))
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_bfloat16_is_close_and_its_results_are_float32(script):
-    agent, target, args = make_agent(script, torch.float32)
-    batch = {k: x.float() if x.dtype == torch.float64 else x for k, x in random_batch().items()}
-    results = []
-    for bf16 in (False, True):
-        torch.manual_seed(3)
-        function = worker_learner.gradient_of(script.critic_loss, critic_of(script, agent), bf16)
-        results.append(function(agent, target, batch, args))
-    (exact, *_), (rounded, *more) = results
-    assert all(x.dtype == torch.float32 for x in (rounded, *more))
-    error = (rounded - exact).norm() / exact.norm()
-    assert 1e-5 < error < 0.05  # of 8 bits: 2⁻⁸ is 0.004
-
-
-@pytest.mark.parametrize(
-    "script",
-    [*SCRIPTS, mod_sac, redq, crossq, ddpg_hterm, td3_hterm, sac_hterm],
-)
-def test_the_slope_of_q_is_not_in_bfloat16(script):
-    """Of a rounded Q the policy seems to learn less (benchmark/README.md); the rest is rounded."""
-    args = script.Args(hidden_size=HIDDEN, num_envs=2)
-    agent = script.Agent(OBS, BOX, args)
-    batch = {k: x.float() if x.dtype == torch.float64 else x for k, x in random_batch().items()}
-    critic = agent.critic if hasattr(agent, "critic") else agent.critics
-    target = copy.deepcopy(critic if hasattr(agent.actor, "log_temperature") else agent)
-    critic = critic[0] if isinstance(critic, torch.nn.Sequential) else critic  # DDPG's first layer
-    rounded = {agent.actor: [], critic: []}
-    for network, found in rounded.items():
-        network.register_forward_pre_hook(
-            lambda *_, found=found: found.append(torch.is_autocast_enabled("cpu"))
-        )
-    with torch.autocast("cpu", torch.bfloat16):
-        script.actor_loss(agent, batch, args)
-        assert rounded == {agent.actor: [True], critic: [False]}
-        rounded[critic].clear()
-        without_target = () if script is crossq else (target,)
-        script.critic_loss(agent, *without_target, batch, args)
-    assert rounded[critic] == [True]
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_large_values_are_not_rounded_to_bfloat16(script):
-    """Near 800 bfloat16 has every fourth number only; a step's reward may be less than that."""
-    agent, _, _ = make_agent(script, torch.float32)
-    list(critic_of(script, agent).parameters())[-1].data.fill_(800)  # the last bias
-    obs, action = torch.randn(100, OBS_DIM), torch.rand(100, ACT_DIM)
-    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
-        q = agent.value(obs, action) if script is ddpg else agent.critics(obs, action)[0]
-    assert q.dtype == torch.float32 and len(q.unique()) > 50
-
-
 @pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
-def test_a_compiled_gradient_is_the_same():
+def test_compiled_losses_are_the_same():
+    """And so are their gradients, while the critics get none of the actor's loss."""
     agent, target, args = make_agent(td3, target_noise=0.0)
-    run_args = worker_learner.RunArgs(compile="default")
-    run = SimpleNamespace(args=run_args, learners=1, device=torch.device("cpu"))
-    compiled = worker_learner.Run.gradient(run, td3.critic_loss, agent.critics)
-    eager = worker_learner.gradient_of(td3.critic_loss, agent.critics)
-    for _ in range(2):
-        inputs = agent, target, random_batch(), args
-        for a, b in zip(compiled(*inputs), eager(*inputs), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+    run = SimpleNamespace(args=RunArgs(compile="default", device="cpu"), world_size=1)
+    compiled = Run.compile(run, td3.critic_loss, td3.actor_loss)
+    found = []
+    for critic_loss, actor_loss in (compiled, (td3.critic_loss, td3.actor_loss)):
+        loss, td_error = critic_loss(agent, target, random_batch(), args)
+        agent.zero_grad()
+        loss.backward()
+        agent.critics.requires_grad_(False)
+        policy_loss = actor_loss(agent, random_batch())
+        policy_loss.backward()
+        agent.critics.requires_grad_(True)
+        found.append((loss, td_error, policy_loss, *[p.grad for p in agent.parameters()]))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_an_update_moves_everything_once(script):
-    """Both networks, and the target by τ towards where they are now."""
-    agent, target, args = make_agent(script, polyak=0.25)
-    optimizers = optimizers_of(script, agent)
-    before, old = weights(agent), weights(target)
-    update(script, agent, target, optimizers, args)
-    after = weights(agent)
-    assert (before != after).double().mean() > 0.6  # others belong to ReLUs that are silent
-    new = weights(agent.critics if script is sac else agent)
-    torch.testing.assert_close(weights(target), 0.75 * old + 0.25 * new)
+@pytest.mark.parametrize("script", [*SCRIPTS, mod_sac])
+def test_an_update_is_one_gradient_step_of_each_network(script):
+    """Each down the slope of its own loss; the actor's is that of the new critics; the target by τ.
+
+    Twice: no gradient is left from the first update, nor from the actor's loss in the critics.
+    """
+    options = {"policy_delay": 1} if script is td3 else {}
+    agent, target, args = make_agent(script, tau=0.25, **options)
+    ours, ours_target = copy.deepcopy(agent), copy.deepcopy(target)
+    optimizers, batch = optimizers_of(script, agent), random_batch()
+
+    def descend(loss, parameters):
+        parameters = list(parameters)
+        gradients = torch.autograd.grad(loss, parameters)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.data -= 0.1 * gradient
+
+    for seed in range(2):
+        torch.manual_seed(seed)
+        losses, _ = update(script, agent, target, optimizers, args, seed)
+        assert losses.keys() >= {"critic", "actor"}
+        torch.manual_seed(seed)
+        loss, _ = script.critic_loss(ours, ours_target, batch, args)
+        descend(loss, critic_of(script, ours).parameters())
+        loss = script.actor_loss(ours, batch)
+        if not deterministic(script):
+            loss = loss[0] + script.temperature_loss(ours, loss[1])
+        descend(loss, actor_parameters(script, ours))
+        followed = ours if deterministic(script) else ours.critics
+        for theirs, own in zip(ours_target.parameters(), followed.parameters(), strict=True):
+            theirs.data.copy_(0.75 * theirs + 0.25 * own)
+        torch.testing.assert_close(weights(agent), weights(ours))
+        torch.testing.assert_close(weights(target), weights(ours_target))
+    assert all(parameter.requires_grad for parameter in agent.parameters())
 
 
 def test_policy_delay():
+    """Actor and target networks move after the last of `policy_delay` updates of the critics."""
     agent, target, args = make_agent(td3, policy_delay=3)
     optimizers = optimizers_of(td3, agent)
     moved = []
     for number in range(7):
-        parts = (agent.actor, target, agent.critics)
+        parts = (agent.actor, target.actor, target.critics, agent.critics)
         before = [weights(part) for part in parts]
-        update(td3, agent, target, optimizers, args, number)
+        losses, _ = update(td3, agent, target, optimizers, args, number)
         moved.append([not torch.equal(a, weights(b)) for a, b in zip(before, parts, strict=True)])
-    assert moved == [[number % 3 == 0, number % 3 == 0, True] for number in range(7)]
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_gradients_are_shortened(script):
-    agent, target, args = make_agent(script, max_grad_norm=1e-3, reward_scale=100.0)
-    optimizers = optimizers_of(script, agent)
-    update(script, agent, target, optimizers, args)
-    (vector,) = optimizers[0].param_groups[0]["params"]
-    torch.testing.assert_close(vector.grad.norm().item(), 1e-3, rtol=1e-2, atol=0)
+        assert ("actor" in losses) == (number in (2, 5))
+    assert moved == [[number in (2, 5)] * 3 + [True] for number in range(7)]
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -432,8 +374,8 @@ def test_truncation_bootstraps_from_the_true_last_observation(script):
         "terminated": torch.tensor([[True, False]]),
         "done": torch.tensor([[True, True]]),
     }
-    run = SimpleNamespace(device=torch.device("cpu"), args=SimpleNamespace(save_replay=True))
-    replay = ReplayBuffer(run, rollout, 2, discount=0.5)
+    run = SimpleNamespace(device=torch.device("cpu"), args=SimpleNamespace(gamma=0.5))
+    replay = ReplayBuffer(run, rollout, 2)
     replay.add(rollout)
     batch = replay.sample(50)
     torch.manual_seed(5)
@@ -442,53 +384,32 @@ def test_truncation_bootstraps_from_the_true_last_observation(script):
     entropy = torch.zeros(50)
     with torch.no_grad():
         if script is sac:
-            next_action, log_prob = agent.sample(batch["next_obs"])
+            next_action, log_prob = agent.actor.sample(batch["next_obs"])
             entropy = -math.exp(-0.7) * log_prob
         else:
-            next_action = target.act(batch["next_obs"])
+            next_action = target.actor(batch["next_obs"])
         if script is ddpg:
-            value = target.value(batch["next_obs"], next_action)
-            prediction = agent.value(batch["obs"], batch["action"])
+            value = target.critic(batch["next_obs"], next_action)
+            prediction = agent.critic(batch["obs"], batch["action"])
         else:
             critics = target if script is sac else target.critics
-            value = critics(batch["next_obs"], next_action).amin(0)
-            prediction = agent.critics(batch["obs"], batch["action"]).mean(0)
+            value = torch.stack(critics(batch["next_obs"], next_action)).amin(0)
+            prediction = torch.stack(agent.critics(batch["obs"], batch["action"])).amin(0)
     terminated = batch["reward"] == 1
     assert terminated.any() and not terminated.all()
     expected = torch.where(terminated, 1.0, 2 + 0.5 * (value + entropy)) - prediction
-    torch.testing.assert_close(td_error, expected, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("script", [td3, sac])
-def test_warm_up_and_exploration(script):
-    agent, _, _ = make_agent(script, torch.float32)
-    obs = torch.randn(1, OBS_DIM).expand(4000, OBS_DIM)
-    agent.warm_up.fill_(True)
-    uniform = agent.explore(obs)
-    assert uniform.abs().max() <= 1 and abs(uniform.mean()) < 0.03
-    assert abs(uniform.std() - 3**-0.5) < 0.02
-    agent.warm_up.fill_(False)
-    action = agent.explore(obs)
-    if script is td3:
-        error = action - agent.act(obs)
-        assert abs(error.std() - 0.1) < 0.005 and abs(error.mean()) < 0.01
-        assert abs(torch.corrcoef(error.T)[0, 1]) < 0.1  # not one noise for all
-    else:
-        mean, log_std = agent.actor(obs[:1]).chunk(2, -1)
-        u = action.clamp(-1 + 1e-6, 1 - 1e-6).atanh()
-        assert ((u.mean(0) - mean) / log_std.exp()).abs().max() < 0.1
-    low, high = torch.tensor(BOX.low), torch.tensor(BOX.high)
-    given = agent.to_env(action)
-    assert (given >= low).all() and (given <= high).all()
+    torch.testing.assert_close(td_error, -expected, rtol=1e-4, atol=1e-4)
 
 
 class Line:
-    """Envs of which each even one ends an episode at every tenth step."""
+    """Environments of which each even one ends an episode at every tenth step."""
 
     def __init__(self, num_envs):
-        self.obs, self.time = torch.zeros(num_envs, OBS_DIM), 0
+        self.obs, self.time = torch.randn(1, OBS_DIM).expand(num_envs, OBS_DIM), 0
+        self.given = []
 
     def step(self, action):
+        self.given.append(action)
         self.time += 1
         reward = torch.zeros(len(self.obs))
         ended = (torch.arange(len(self.obs)) % 2 == 0) & (self.time % 10 == 0)
@@ -496,35 +417,65 @@ class Line:
         return self.obs, reward, ended, ended, info
 
 
-@pytest.mark.parametrize("noise", ["gaussian", "ou"])
-def test_ddpg_noise(noise):
-    """OU: goes on from step to step and rollout to rollout, to 0 where an episode ended."""
-    agent, _, _ = make_agent(
-        ddpg, torch.float32, noise=noise, exploration_noise=0.01, noise_decay=0.2
-    )
-    count, horizon = 400, 4
-    torch.nn.init.zeros_(agent.actor[-1].weight)  # μ = tanh(bias)
+def collected(script, agent, num_steps=20, num_envs=400):
+    """Actions that were stored, and those that the environments got, both (T, N, act_dim)."""
+    shape, envs = (num_steps, num_envs), Line(num_envs)
     rollout = {
-        "obs": torch.zeros(horizon, count, OBS_DIM),
-        "next_obs": torch.zeros(horizon, count, OBS_DIM),
-        "action": torch.zeros(horizon, count, ACT_DIM),
-        "noise": torch.zeros(horizon, count, ACT_DIM),
-        **{name: torch.zeros(horizon, count) for name in ("reward", "episode_return")},
-        **{name: torch.zeros(horizon, count).bool() for name in ("terminated", "done")},
-        "episode_length": torch.zeros(horizon, count).long(),
+        **{name: torch.zeros(*shape, OBS_DIM) for name in ("obs", "next_obs")},
+        "action": torch.zeros(*shape, ACT_DIM),
+        **{name: torch.zeros(shape) for name in ("reward", "episode_return")},
+        **{name: torch.zeros(shape).bool() for name in ("terminated", "done")},
+        "episode_length": torch.zeros(shape).long(),
     }
-    envs, seen = Line(count), []
-    for _ in range(10):
-        ddpg.collect(agent, envs, rollout)
-        seen.append(rollout["action"] - agent.actor[-1].bias.tanh())
-    noises = torch.cat(seen)  # (40, 400, 2)
-    fresh = noises.clone()
-    if noise == "ou":
-        fresh[1:] -= 0.8 * noises[:-1]
-        fresh[10::10, ::2] += 0.8 * noises[9:-1:10, ::2]  # these began again
-    assert abs(fresh.std() - 0.01) < 2e-4
-    for a, b in ((fresh[1:], noises[:-1]), (fresh[:, 1:], fresh[:, :-1])):
-        assert abs(torch.corrcoef(torch.stack((a.flatten(), b.flatten())))[0, 1]) < 0.03
+    script.collect(agent, envs, rollout)
+    return rollout["action"], torch.stack(envs.given), envs.obs[0]
+
+
+def assert_independent(noise):
+    """Of step, environment and dimension."""
+    pairs = (noise[1:], noise[:-1]), (noise[:, 1:], noise[:, :-1])
+    for a, b in (*pairs, (noise[..., 0], noise[..., 1])):
+        assert abs(torch.corrcoef(torch.stack((a.flatten(), b.flatten())))[0, 1]) < 0.05
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_the_first_actions_are_uniform(script):
+    agent, _, _ = make_agent(script, torch.float32)
+    agent.warm_up.fill_(True)
+    action, given, _ = collected(script, agent)
+    assert action.abs().max() <= 1 and abs(action.mean()) < 0.03
+    assert abs(action.std() - 3**-0.5) < 0.02
+    assert_independent(action)
+    expected = torch.tensor([0.0, 0.5]) + torch.tensor([2.0, 0.5]) * action  # BOX
+    torch.testing.assert_close(given, expected)
+
+
+@pytest.mark.parametrize("script", [ddpg, td3])
+def test_exploration_noise(script):
+    """μ(s) + σ ε, cut to the range of actions, which is where the environments' bounds are."""
+    agent, _, _ = make_agent(script, torch.float32, exploration_noise=0.05)
+    action, _, obs = collected(script, agent)
+    noise = action - agent.actor(obs).detach()
+    assert abs(noise.std() - 0.05) < 0.002 and abs(noise.mean()) < 0.002
+    assert_independent(noise)
+    agent.actor.network[-1].bias.data[0] = 9.0  # μ = 1
+    action, given, _ = collected(script, agent)
+    at_bound = action[..., 0] == 1
+    assert action.max() == 1 and 0.4 < at_bound.float().mean() < 0.6
+    low, high = torch.tensor(BOX.low), torch.tensor(BOX.high)
+    assert (given >= low).all() and (given <= high).all()
+    assert (given[..., 0][at_bound] == high[0]).all()
+    assert (agent(obs.unsqueeze(0)).detach()[0, 0] - high[0]).abs() < 1e-4  # without noise
+
+
+def test_sac_explores_by_its_policy():
+    agent, _, _ = make_agent(sac, torch.float32)
+    action, _, obs = collected(sac, agent)
+    mean, log_std = agent.actor.mean_and_log_std(obs).detach().chunk(2, -1)
+    u = action.clamp(-1 + 1e-6, 1 - 1e-6).atanh()
+    noise = (u - mean) / log_std.exp()
+    assert noise.mean((0, 1)).abs().max() < 0.05 and abs(noise.std() - 1) < 0.02
+    assert_independent(noise)
 
 
 # Whole runs: in this process where a test may end one from inside, else as a command.
@@ -568,7 +519,7 @@ def run_of(script, run_dir, kill_after=None, **options):
         return original(*arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(worker_learner, "Evaluator", NoEvaluator)
+        patch.setattr("algos.worker_learner.run.Evaluator", NoEvaluator)
         patch.setattr(script, "update", watched)
         try:
             known = {k: v for k, v in {**TINY, **options}.items() if hasattr(script.Args, k)}
@@ -580,7 +531,7 @@ def run_of(script, run_dir, kill_after=None, **options):
 
 def resume_of(script, run_dir):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(worker_learner, "Evaluator", NoEvaluator)
+        patch.setattr("algos.worker_learner.run.Evaluator", NoEvaluator)
         script.train(script.Args(resume=str(run_dir)))
 
 
@@ -613,23 +564,20 @@ def test_a_run_that_would_only_warm_up(tmp_path):
 @pytest.mark.parametrize(
     ("script", "options"),
     [
-        (ddpg, {"noise": "ou", "utd_ratio": 0.3}),
+        (ddpg, {"utd_ratio": 0.3}),
         (td3, {"prioritized": True, "n_step": 3, "policy_delay": 3}),
-        (sac, {"horizon": 3, "utd_ratio": 1.3, "max_grad_norm": 1.0}),
-        (sac, {"bf16": True, "prioritized": True}),
-        (ddpg_hterm, {"noise": "ou", "total_steps": 240}),
-        (td3_hterm, {"horizon": 2, "total_steps": 240}),
-        (sac_hterm, {"max_grad_norm": 1.0, "total_steps": 240}),
-        (sac_hterm, {"hterm": "energy", "total_steps": 240}),
+        (sac, {"num_steps": 3, "utd_ratio": 1.3}),
+        (sac, {"prioritized": True}),
+        (ddpg_hterm, {"total_steps": 240}),
+        (td3_hterm, {"num_steps": 2, "total_steps": 240}),
+        (sac_hterm, {"total_steps": 240}),
     ],
 )
 def test_resumed_is_bit_identical(script, options, tmp_path):
     updates = run_of(script, tmp_path / "reference", **options)
     ratio = options.get("utd_ratio", 1.0)
     collected = options.get("total_steps", 600) - 50
-    assert (
-        abs(updates - ratio * collected) <= 3 * ratio + 1
-    )  # they follow the transitions collected
+    assert abs(updates - ratio * collected) <= 3 * ratio + 1  # they follow what is collected
     moment = random.randrange(2, updates)
     print("killed at update", moment)
     run_of(script, tmp_path / "killed", kill_after=moment, **options)
@@ -645,9 +593,9 @@ def test_resumed_is_bit_identical(script, options, tmp_path):
 @pytest.mark.parametrize(
     ("parent", "child", "options"),
     [
-        (ddpg, ddpg_hterm, {"noise": "ou", "utd_ratio": 0.5}),
+        (ddpg, ddpg_hterm, {"utd_ratio": 0.5}),
         (td3, td3_hterm, {"n_step": 3}),
-        (sac, sac_hterm, {"prioritized": True, "max_grad_norm": 1.0}),
+        (sac, sac_hterm, {"prioritized": True}),
     ],
 )
 def test_without_the_h_term_the_run_is_the_parents_bit_for_bit(parent, child, options, tmp_path):
@@ -658,9 +606,14 @@ def test_without_the_h_term_the_run_is_the_parents_bit_for_bit(parent, child, op
         contents.append(torch.load(run_dir / "checkpoint.pt", weights_only=True))
     base, zero, with_term = contents
     for content in (zero, with_term):  # what only the child has
-        content["agent"].pop("g_square"), content["target"].pop("g_square", None)
-        for name in ("x", "log_prob"):
+        for part in ("agent", "target"):
+            for name in content[part].keys() - base[part].keys():
+                del content[part][name]
+        extra = content["replay"]["data"].keys() - base["replay"]["data"].keys()
+        assert "log_prob" in extra
+        for name in extra:
             assert content["replay"]["data"].pop(name).abs().sum() > 0
+            del content["workers"]["last_step"][name]
     assert_same(base, zero)
     assert not torch.equal(weights_of(with_term), weights_of(base))
     curve = (tmp_path / "2" / "metrics.csv").read_text()
@@ -670,15 +623,15 @@ def test_without_the_h_term_the_run_is_the_parents_bit_for_bit(parent, child, op
 @pytest.mark.parametrize("script", [ddpg, td3, sac, redq, mod_sac, crossq, td3_hterm])
 def test_what_train_hands_on(script, tmp_path, monkeypatch):
     """The flags and each batch's errors to the buffer, whose β rises to 1; warm-up ends in time."""
-    made, told, exponents, warm = [], [], [], []
+    made, told, betas, warm = [], [], [], []
 
     class Spy(ReplayBuffer):
-        def __init__(self, *given, **options):
-            made.append(options)
-            super().__init__(*given, **options)
+        def __init__(self, *given):
+            super().__init__(*given)
+            made.append((self.n_step, self.prioritized, round(self._powers[1].item(), 6)))
 
         def sample(self, batch_size):
-            exponents.append(self.importance_exponent)
+            betas.append(self.beta)
             self.drawn = super().sample(batch_size)
             return self.drawn
 
@@ -691,13 +644,13 @@ def test_what_train_hands_on(script, tmp_path, monkeypatch):
 
     monkeypatch.setattr(script, "ReplayBuffer", Spy)
     monkeypatch.setattr(script, "collect", collect)
-    options = {"n_step": 3, "discount": 0.9, "prioritized": True}
+    options = {"n_step": 3, "gamma": 0.9, "prioritized": True}
     small = {"total_steps": 100, "utd_ratio": 0.5, "critic_hidden_size": 8}
     count = run_of(script, tmp_path / "run", **options, **small)
-    assert made == [options] and warm == [True] * 25 + [False] * 25
+    assert made == [(3, True, 0.9)] and warm == [True] * 25 + [False] * 25
     assert told == [True] * count and 20 < count < 30
-    assert exponents[0] < 0.75 and exponents == sorted(exponents)
-    assert exponents[-1] == 0.4 + 0.6 * 98 / 100  # never above 1, however long a rollout is
+    assert betas[0] < 0.75 and betas == sorted(betas)
+    assert betas[-1] == 0.4 + 0.6 * 98 / 100  # never above 1, however long a rollout is
 
 
 def weights_of(content):
@@ -727,7 +680,7 @@ def test_sigkill(tmp_path):
 
 @pytest.mark.parametrize("seconds", [0, 600])
 def test_a_slow_run_is_saved_before_its_steps_say_so(seconds, tmp_path, monkeypatch):
-    monkeypatch.setattr(worker_learner, "CHECKPOINT_SECONDS", seconds)
+    monkeypatch.setattr("algos.worker_learner.run.CHECKPOINT_SECONDS", seconds)
     run_of(sac, tmp_path / "killed", kill_after=100, checkpoint_every=10**6)
     path = tmp_path / "killed" / "checkpoint.pt"
     assert path.exists() == (seconds == 0)
@@ -756,11 +709,11 @@ def test_without_the_replay_buffer_a_resumed_run_fills_it_anew(tmp_path, capsys)
     assert sizes[-1][0] == 600 and sizes[-1][1] < 400  # it held 400 before
 
 
-@pytest.mark.parametrize("script", [a2c, ppo_hterm, ppo_hterm_variants, redq, mod_sac, crossq])
+@pytest.mark.parametrize("script", [a2c, ppo_hterm, redq, mod_sac, crossq])
 def test_the_others_resume_bit_for_bit_too(script, tmp_path):
     options = {"utd_ratio": 1.0, "minibatch_size": 8, "epochs": 2, "total_steps": 300}
-    if script in (a2c, ppo_hterm, ppo_hterm_variants):
-        options["horizon"] = 8
+    if script in (a2c, ppo_hterm):
+        options["num_steps"] = 8
     updates = run_of(script, tmp_path / "reference", **options)
     run_of(script, tmp_path / "killed", kill_after=updates * 2 // 3, **options)
     resume_of(script, tmp_path / "killed")
@@ -773,7 +726,7 @@ def test_what_another_number_of_learners_saved(tmp_path, capsys):
     run_of(sac, tmp_path, total_steps=300)
     path = tmp_path / "checkpoint.pt"
     saved = torch.load(path, weights_only=True)
-    saved["run"]["learners"] = 2
+    saved["run"]["world_size"] = 2
     torch.save(saved, path)
     resume_of(sac, tmp_path)  # nothing is left to do: what it saves is what it loaded
     said, now = capsys.readouterr().out, torch.load(path, weights_only=True)
@@ -795,7 +748,7 @@ def test_where_environments_start_anew_the_buffer_knows(where, tmp_path, monkeyp
     resume_of(sac, tmp_path)
     anew = where != "here"
     assert len(ended) == anew and all(ended)
-    assert ("Not exact: the environments start new episodes" in capsys.readouterr().out) == anew
+    assert ("start new episodes" in capsys.readouterr().out) == anew
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

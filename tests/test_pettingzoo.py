@@ -160,7 +160,7 @@ def test_mappo_takes_only_available_actions(mortal, tmp_path):
             env=mortal,
             total_steps=400,
             num_envs=4,
-            horizon=20,
+            num_steps=20,
             epochs=2,
             hidden_size=8,
             eval_every=0,

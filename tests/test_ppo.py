@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from algos import a2c, ppo
-from algos.worker_learner import flatten, gradient_of
 
 BOX = gymnasium.spaces.Box(-2.0, 2.0, (3,))
 OBS = gymnasium.spaces.Box(-np.inf, np.inf, (5,))
@@ -24,6 +23,12 @@ def make_agent(module=ppo, action_space=BOX, **options):
     return agent, args
 
 
+def gradient(agent, loss):
+    agent.zero_grad()
+    loss.backward()
+    return torch.cat([p.grad.flatten() for p in agent.parameters()])
+
+
 def random_batch(agent, size=12, discrete=False):
     generator = torch.Generator().manual_seed(1)
 
@@ -35,10 +40,16 @@ def random_batch(agent, size=12, discrete=False):
         "obs": normal(size, 5),
         "action": action,
         "log_prob": -3 + 0.5 * normal(size),
-        "value": normal(size),
         "advantage": normal(size),
         "returns": normal(size),
     }
+
+
+def random_rollout(steps=6, envs=4):
+    shape, double = (steps, envs), {"dtype": torch.float64}
+    rollout = {name: 3 + torch.randn(*shape, 5, **double) for name in ("obs", "next_obs")}
+    rollout |= {"action": torch.randn(*shape, 3, **double), "reward": torch.randn(shape, **double)}
+    return rollout | {name: torch.rand(shape) < 0.2 for name in ("terminated", "done")}
 
 
 def test_gae_against_the_sum_it_abbreviates():
@@ -49,7 +60,7 @@ def test_gae_against_the_sum_it_abbreviates():
     terminated = rng.random((steps, envs)) < 0.15
     truncated = rng.random((steps, envs)) < 0.15
     done = terminated | truncated
-    args = ppo.Args(discount=0.9, gae_lambda=0.8)
+    args = ppo.Args(gamma=0.9, gae_lambda=0.8)
     expected = np.zeros((steps, envs))
     for env in range(envs):
         for t in range(steps):
@@ -65,33 +76,38 @@ def test_gae_against_the_sum_it_abbreviates():
         np.testing.assert_allclose(module.gae(*tensors, args).numpy(), expected, atol=1e-12)
 
 
+@pytest.mark.parametrize("module", [ppo, a2c])
 @pytest.mark.parametrize("discrete", [False, True])
-def test_log_prob_and_entropy_are_those_of_torch_distributions(discrete):
-    space = gymnasium.spaces.Discrete(3) if discrete else BOX
-    agent, _ = make_agent(action_space=space)
+def test_log_prob_and_entropy_written_out(module, discrete):
+    """log π(a|s) sums over the dimensions of an action, and so does the entropy."""
+    agent, _ = make_agent(module, gymnasium.spaces.Discrete(3) if discrete else BOX)
     batch = random_batch(agent, discrete=discrete)
-    output = agent.actor(batch["obs"])
+    output, action = agent.actor(batch["obs"]).detach().numpy(), batch["action"].numpy()
     if discrete:
-        reference = torch.distributions.Categorical(logits=output)
+        probability = np.exp(output) / np.exp(output).sum(1, keepdims=True)
+        log_prob = np.log(probability[np.arange(len(action)), action])
+        entropy = -(probability * np.log(probability)).sum(1)
     else:
-        normal = torch.distributions.Normal(output, agent.log_std.exp())
-        reference = torch.distributions.Independent(normal, 1)
-    log_prob, entropy = agent.log_prob_entropy(batch["obs"], batch["action"])
-    torch.testing.assert_close(log_prob, reference.log_prob(batch["action"]))
-    torch.testing.assert_close(entropy, reference.entropy())
+        std = np.exp(agent.log_std.detach().numpy())
+        density = np.exp(-0.5 * ((action - output) / std) ** 2) / (std * np.sqrt(2 * np.pi))
+        log_prob = np.log(density).sum(1)
+        entropy = np.full(len(action), np.log(std * np.sqrt(2 * np.pi * np.e)).sum())
+    policy = agent.policy(batch["obs"])
+    np.testing.assert_allclose(policy.log_prob(batch["action"]).detach().numpy(), log_prob)
+    np.testing.assert_allclose(policy.entropy().detach().numpy(), entropy)
 
 
 def test_sampling_follows_the_distribution():
     agent, _ = make_agent(action_space=gymnasium.spaces.Discrete(3))
     obs = torch.randn(1, 5, dtype=torch.float64)
     probabilities = agent.actor(agent.normalizer(obs)).softmax(-1).squeeze(0)
-    draws = agent.sample(obs.expand(40_000, 5))
+    draws = agent.policy(agent.normalizer(obs.expand(40_000, 5))).sample()
     frequencies = torch.bincount(draws, minlength=3) / 40_000
     assert (frequencies - probabilities).abs().max() < 0.015  # 6 standard errors
     assert agent(obs).item() == probabilities.argmax()
 
     agent, _ = make_agent()
-    draws = agent.sample(obs.expand(40_000, 5))
+    draws = agent.policy(agent.normalizer(obs.expand(40_000, 5))).sample()
     mean = agent.actor(agent.normalizer(obs)).squeeze(0)
     assert ((draws.mean(0) - mean) / agent.log_std.exp()).abs().max() < 0.03
     assert (draws.std(0) / agent.log_std.exp() - 1).abs().max() < 0.03
@@ -99,7 +115,7 @@ def test_sampling_follows_the_distribution():
 
 def numpy_ppo_loss(weights, batch, args):
     """PPO's loss once more, in numpy and float64, from nothing but the flat weights."""
-    x, action, old_log_prob, old_value, advantage, returns = batch
+    x, action, old_log_prob, advantage, returns = batch
     shapes = [(3,), (7, 5), (7,), (7, 7), (7,), (3, 7), (3,), (7, 5), (7,), (7, 7), (7,), (1, 7)]
     shapes.append((1,))
     parts, start = [], 0
@@ -123,28 +139,26 @@ def numpy_ppo_loss(weights, batch, args):
         np.maximum(ratio, 1 - args.clip) * normalized,
     )
     error = (value - returns) ** 2
-    if args.clip_value:
-        clipped = old_value + np.clip(value - old_value, -args.clip, args.clip)
-        error = np.maximum(error, (clipped - returns) ** 2)
     entropy = np.sum(log_std + 0.5 * np.log(2 * np.pi * np.e))
     return -surrogate.mean() + args.value_coef * 0.5 * error.mean() - args.entropy_coef * entropy
 
 
-@pytest.mark.parametrize("clip_value", [False, True])
-def test_gradient_of_the_loss(clip_value):
-    agent, args = make_agent(clip_value=clip_value, entropy_coef=0.03, value_coef=0.7, clip=0.3)
+def test_gradient_of_the_loss():
+    agent, args = make_agent(entropy_coef=0.03, value_coef=0.7, clip=0.3)
     batch = random_batch(agent)
-    loss, losses = ppo.minibatch_loss(agent, batch, args)
-    loss.backward()
-    log_ratio = agent.log_prob_entropy(batch["obs"], batch["action"])[0] - batch["log_prob"]
-    torch.testing.assert_close(losses["kl"], (log_ratio.exp() - 1 - log_ratio).mean())
+    loss, losses = ppo.ppo_loss(agent, batch, args)
+    slopes = gradient(agent, loss).numpy()
+    log_ratio = agent.policy(batch["obs"]).log_prob(batch["action"]) - batch["log_prob"]
+    ratio = log_ratio.detach().exp().numpy()
+    assert losses["approx_kl"].item() == pytest.approx((ratio - 1 - np.log(ratio)).mean())
+    outside = (ratio < 0.7) | (ratio > 1.3)
+    assert losses["clip_fraction"].item() == pytest.approx(outside.mean())
+    assert 0 < outside.mean() < 1
     names = [name for name, _ in agent.named_parameters()]
     assert names[0] == "log_std" and names[1].startswith("actor") and names[7].startswith("critic")
-    gradient = torch.cat([p.grad.flatten() for p in agent.parameters()]).numpy()
     weights = torch.cat([p.detach().flatten() for p in agent.parameters()]).numpy()
-    arrays = [
-        batch[key].numpy() for key in ("obs", "action", "log_prob", "value", "advantage", "returns")
-    ]
+    names = ("obs", "action", "log_prob", "advantage", "returns")
+    arrays = [batch[name].numpy() for name in names]
     np.testing.assert_allclose(loss.item(), numpy_ppo_loss(weights, arrays, args), rtol=1e-12)
     step = 1e-6
     for index in range(len(weights)):
@@ -152,7 +166,7 @@ def test_gradient_of_the_loss(clip_value):
         above[index] += step
         below[index] -= step
         slope = numpy_ppo_loss(above, arrays, args) - numpy_ppo_loss(below, arrays, args)
-        np.testing.assert_allclose(gradient[index], slope / (2 * step), atol=2e-8)
+        np.testing.assert_allclose(slopes[index], slope / (2 * step), atol=2e-8)
 
 
 def test_a2c_gradient_is_ppos_before_the_first_step():
@@ -161,14 +175,9 @@ def test_a2c_gradient_is_ppos_before_the_first_step():
     batch = random_batch(agent)
     advantage = batch["advantage"]  # which PPO normalises and A2C takes as it is
     batch["advantage"] = (advantage - advantage.mean()) / advantage.std()
-    batch["log_prob"] = agent.log_prob_entropy(batch["obs"], batch["action"])[0].detach()
-    for module, function in ((ppo, ppo.minibatch_loss), (a2c, a2c.batch_loss)):
-        agent.zero_grad()
-        function(agent, batch, args)[0].backward()
-        gradient = torch.cat([p.grad.flatten() for p in agent.parameters()])
-        if module is ppo:
-            first = gradient
-    torch.testing.assert_close(gradient, first)
+    batch["log_prob"] = agent.policy(batch["obs"]).log_prob(batch["action"]).detach()
+    ours = gradient(agent, a2c.a2c_loss(agent, batch, args)[0])
+    torch.testing.assert_close(ours, gradient(agent, ppo.ppo_loss(agent, batch, args)[0]))
 
 
 def test_clip_stops_the_gradient_on_one_side_only():
@@ -197,7 +206,7 @@ def test_normalizer_holds_the_statistics_of_all_it_saw():
 
 def test_reward_scaler_against_a_loop():
     rng = np.random.default_rng(0)
-    scaler = ppo.RewardScaler(2, discount=0.9).double()
+    scaler = ppo.RewardScaler(2, gamma=0.9).double()
     running, seen = np.zeros(2), []
     for _ in range(3):  # three rollouts: returns go on from one to the next
         reward, done = rng.normal(size=(5, 2)) * 50, rng.random((5, 2)) < 0.3
@@ -207,18 +216,84 @@ def test_reward_scaler_against_a_loop():
             seen.append(running.copy())
             running = np.where(done[t], 0, running)
         np.testing.assert_allclose(scaled, np.clip(reward / np.std(seen), -10, 10), rtol=1e-6)
+    before = {name: x.clone() for name, x in scaler.state_dict().items()}
+    again = scaler.scale(torch.tensor(reward))  # the same, and nothing is taken in
+    np.testing.assert_array_equal(again.numpy(), scaled)
+    assert all(torch.equal(x, before[name]) for name, x in scaler.state_dict().items())
 
 
 def test_learning_rate_adapts_to_the_kl():
     weight = torch.nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.Adam([weight], lr=torch.tensor(1e-3), fused=True)
+    optimizer, args = torch.optim.Adam([weight]), ppo.Args(target_kl=0.01)
     for before, kl, after in (
         *((1e-3, 0.1, 1e-3 / 1.5), (1e-3, 0.001, 1.5e-3), (1e-3, 0.01, 1e-3)),
         *((1.2e-6, 0.1, 1e-6), (9e-3, 0.001, 1e-2)),  # its bounds
     ):
-        optimizer.param_groups[0]["lr"].fill_(before)
-        ppo.adapt_learning_rate(optimizer, torch.tensor(kl), target=0.01)
-        assert optimizer.param_groups[0]["lr"].item() == pytest.approx(after)
+        optimizer.param_groups[0]["lr"] = before
+        ppo.adapt_learning_rate(optimizer, torch.tensor(kl), args)
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(after)
+
+
+class Recorder(torch.optim.SGD):
+    """Remembers the learning rate of each step."""
+
+    def __init__(self, *inputs):
+        super().__init__(*inputs)
+        self.rates = []
+
+    def step(self):
+        self.rates.append(self.param_groups[0]["lr"])
+        super().step()
+
+
+def test_the_learning_rate_changes_once_an_epoch_not_at_each_minibatch():
+    """4 minibatches an epoch; any policy has moved too far for such a target."""
+    options = {"epochs": 3, "minibatch_size": 6, "learning_rate_schedule": "adaptive"}
+    agent, args = make_agent(target_kl=1e-9, **options)
+    optimizer = Recorder(agent.parameters(), 0.01)
+    ppo.update(agent, optimizer, random_rollout(), ppo.ppo_loss, args)
+    expected = [0.01] * 4 + [0.01 / 1.5] * 4 + [0.01 / 2.25] * 4
+    np.testing.assert_allclose(optimizer.rates, expected)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01 / 1.5**3)
+
+
+@pytest.mark.parametrize("module", [ppo, a2c])
+def test_what_an_update_logs(module):
+    """The explained variance is of the old values; the rest is the mean over the minibatches."""
+    agent, args = make_agent(module)
+    rollout, other = random_rollout(), copy.deepcopy(agent)
+    batch = module.prepare(other, rollout, args)
+    value, returns = other.value(batch["obs"]).detach().numpy(), batch["returns"].numpy()
+    seen = []
+
+    def loss_function(*inputs):
+        loss, losses = getattr(module, f"{module.__name__.split('.')[1]}_loss")(*inputs)
+        seen.append({name: x.item() for name, x in losses.items()})
+        return loss, losses
+
+    logged = module.update(agent, Recorder(agent.parameters(), 0.01), rollout, loss_function, args)
+    explained = 1 - np.var(returns - value) / np.var(returns)
+    assert logged["explained_variance"].item() == pytest.approx(explained)
+    assert len(seen) == (1 if module is a2c else args.epochs)
+    for name in seen[0]:
+        assert logged[name].item() == pytest.approx(np.mean([x[name] for x in seen])), name
+    assert not any(x.requires_grad for x in logged.values())
+    more = {"approx_kl", "clip_fraction"} if module is ppo else set()
+    assert logged.keys() - more == {
+        *{"policy", "value", "entropy", "grad_norm", "explained_variance"}
+    }
+    assert all(logged[name] > 0 for name in more - {"clip_fraction"})
+
+
+@pytest.mark.parametrize("module", [ppo, a2c])
+def test_returns_that_are_all_alike_log_no_infinity(module):
+    """`run.log` would stop the training."""
+    agent, args = make_agent(module, gamma=0.0)
+    rollout = random_rollout()
+    rollout["reward"].zero_()
+    loss = module.a2c_loss if module is a2c else module.ppo_loss
+    logged = module.update(agent, Recorder(agent.parameters(), 0.01), rollout, loss, args)
+    assert all(x.isfinite() for x in logged.values())
 
 
 def test_actions_are_rescaled_and_clipped_for_the_environment():
@@ -231,7 +306,7 @@ def test_actions_are_rescaled_and_clipped_for_the_environment():
 
 def test_returns_bootstrap_from_the_true_last_observation():
     """A truncated episode's return sees V(s') of its own s', not of the reset's observation."""
-    args = ppo.Args(num_envs=1, horizon=2, discount=0.5, gae_lambda=1.0)
+    args = ppo.Args(num_envs=1, num_steps=2, gamma=0.5, gae_lambda=1.0)
     agent = ppo.Agent(OBS, BOX, args)
     obs = torch.randn(2, 1, 5)
     next_obs = torch.randn(2, 1, 5)
@@ -258,16 +333,14 @@ def test_an_update_is_a_step_down_the_shortened_gradient(module, max_norm):
     """Of all transitions, as the old normaliser sees them; what it saw counts afterwards."""
     options = {} if module is a2c else {"epochs": 1, "minibatch_size": 24}
     agent, args = make_agent(module, max_grad_norm=max_norm, **options)
-    shape, double = (6, 4), {"dtype": torch.float64}
-    rollout = {name: 3 + torch.randn(*shape, 5, **double) for name in ("obs", "next_obs")}
-    rollout |= {"action": torch.randn(*shape, 3, **double), "reward": torch.randn(shape, **double)}
-    rollout |= {name: torch.rand(shape) < 0.2 for name in ("terminated", "done")}
-    other = copy.deepcopy(agent)
-    loss = module.batch_loss if module is a2c else module.minibatch_loss
-    gradient = gradient_of(loss, other)(other, module.prepare(other, rollout, args), args)[0]
-    weights = flatten(agent)
-    before = weights.detach().clone()
-    module.update(agent, torch.optim.SGD([weights], 0.1), rollout, gradient_of(loss, agent), args)
-    step = 0.1 * gradient * min(1, max_norm / gradient.norm().item())
-    torch.testing.assert_close(before - weights.detach(), step, rtol=1e-3, atol=1e-12)
+    rollout, other = random_rollout(), copy.deepcopy(agent)
+    loss = module.a2c_loss if module is a2c else module.ppo_loss
+    expected = gradient(other, loss(other, module.prepare(other, rollout, args), args)[0])
+    before = torch.cat([p.detach().flatten() for p in agent.parameters()])
+    optimizer = torch.optim.SGD(agent.parameters(), 0.1)
+    logged = module.update(agent, optimizer, rollout, loss, args)
+    assert logged["grad_norm"].item() == pytest.approx(expected.norm().item())
+    step = 0.1 * expected * min(1, max_norm / expected.norm().item())
+    after = torch.cat([p.detach().flatten() for p in agent.parameters()])
+    torch.testing.assert_close(before - after, step, rtol=1e-3, atol=1e-12)
     torch.testing.assert_close(agent.normalizer.mean, rollout["obs"].flatten(0, 1).mean(0))

@@ -1,4 +1,4 @@
-"""The replay buffer of worker_learner.py against plain Python loops and statistics."""
+"""The replay buffer against plain Python loops and statistics."""
 
 from types import SimpleNamespace
 
@@ -6,26 +6,27 @@ import numpy as np
 import pytest
 import torch
 
-from algos import worker_learner
 from algos.worker_learner import ReplayBuffer, UserError
+from algos.worker_learner import replay as replay_module
 
 CPU = torch.device("cpu")
 
 
-def fake_run(save_replay=True):
-    return SimpleNamespace(device=CPU, args=SimpleNamespace(save_replay=save_replay))
+def fake_run(save_replay=True, step=0, **options):
+    args = SimpleNamespace(save_replay=save_replay, total_steps=1000, **options)
+    return SimpleNamespace(device=CPU, args=args, step=step)
 
 
 class Stream:
     """Random rollouts whose obs says where it stands: obs = (time, env), next_obs = obs + ½."""
 
-    def __init__(self, num_envs=3, horizon=2, seed=0, end=0.15):
-        self.num_envs, self.horizon, self.end = num_envs, horizon, end
+    def __init__(self, num_envs=3, num_steps=2, seed=0, end=0.15):
+        self.num_envs, self.num_steps, self.end = num_envs, num_steps, end
         self.rng, self.time = np.random.default_rng(seed), 0
         self.history = {"reward": [], "terminated": [], "done": []}
 
     def empty(self):
-        shape = (self.horizon, self.num_envs)
+        shape = (self.num_steps, self.num_envs)
         return {
             "obs": torch.zeros(*shape, 2),
             "action": torch.zeros(*shape, 1),
@@ -40,29 +41,29 @@ class Stream:
 
     def next(self):
         rollout = self.empty()
-        rollout["obs"][..., 0] = self.time + torch.arange(self.horizon).unsqueeze(1)
+        rollout["obs"][..., 0] = self.time + torch.arange(self.num_steps).unsqueeze(1)
         rollout["obs"][..., 1] = torch.arange(self.num_envs)
         rollout["next_obs"] = rollout["obs"] + 0.5
-        rollout["reward"] = torch.tensor(self.rng.normal(size=(self.horizon, self.num_envs)))
+        rollout["reward"] = torch.tensor(self.rng.normal(size=(self.num_steps, self.num_envs)))
         rollout["reward"] = rollout["reward"].float()
-        ends = self.rng.random((2, self.horizon, self.num_envs)) < self.end
+        ends = self.rng.random((2, self.num_steps, self.num_envs)) < self.end
         rollout["terminated"] = torch.tensor(ends[0])
         rollout["done"] = torch.tensor(ends[0] | ends[1])
         for name, rows in self.history.items():
             rows.extend(rollout[name].double().numpy())
-        self.time += self.horizon
+        self.time += self.num_steps
         return rollout
 
 
 def filled(stream, capacity, times, **options):
-    replay = ReplayBuffer(fake_run(), stream.empty(), capacity, **options)
+    replay = ReplayBuffer(fake_run(**options), stream.empty(), capacity)
     for _ in range(times):
         replay.add(stream.next())
     return replay
 
 
 def test_the_oldest_steps_are_overwritten():
-    stream = Stream(num_envs=3, horizon=2)
+    stream = Stream(num_envs=3, num_steps=2)
     replay = ReplayBuffer(fake_run(), stream.empty(), capacity=20)  # 7 rows: 2 do not divide them
     assert replay.data.keys() == stream.empty().keys() - {"episode_return", "episode_length"}
     torch.manual_seed(0)
@@ -86,8 +87,8 @@ def test_the_oldest_steps_are_overwritten():
 @pytest.mark.parametrize("times", [4, 17])  # with free space, and after two rounds
 def test_n_step_against_a_loop(times, prioritized):
     """Reward, discount, next_obs and terminated by walking through the episodes in float64."""
-    stream = Stream(num_envs=3, horizon=3)
-    options = {"n_step": 5, "discount": 0.9, "prioritized": prioritized}
+    stream = Stream(num_envs=3, num_steps=3)
+    options = {"n_step": 5, "gamma": 0.9, "prioritized": prioritized}
     replay = filled(stream, 60, times, **options)
     batch = replay.sample(800)
     newest = stream.time - 1
@@ -112,8 +113,8 @@ def test_n_step_against_a_loop(times, prioritized):
 
 
 def test_truncation_bootstraps_and_termination_does_not():
-    stream = Stream(num_envs=2, horizon=4, end=0)
-    replay = ReplayBuffer(fake_run(), stream.empty(), 100, n_step=3, discount=0.5)
+    stream = Stream(num_envs=2, num_steps=4, end=0)
+    replay = ReplayBuffer(fake_run(n_step=3, gamma=0.5), stream.empty(), 100)
     rollout = stream.next()
     rollout["reward"][:] = 1
     rollout["done"][1] = True
@@ -131,7 +132,7 @@ def test_truncation_bootstraps_and_termination_does_not():
 
 @pytest.mark.parametrize("times", [2, 7, 11])  # the last row is in the middle, the last, the first
 def test_nothing_crosses_the_end_of_what_was_before(times):
-    stream = Stream(num_envs=3, horizon=2, end=0)
+    stream = Stream(num_envs=3, num_steps=2, end=0)
     replay = filled(stream, 42, times, n_step=4)  # 14 rows
     last = stream.time - 1
     replay.end_episodes()
@@ -148,7 +149,7 @@ def test_nothing_crosses_the_end_of_what_was_before(times):
 @pytest.mark.parametrize("newest", [None, 20])
 @pytest.mark.parametrize("times", [5, 23])
 def test_windows(times, newest):
-    stream = Stream(num_envs=3, horizon=2)
+    stream = Stream(num_envs=3, num_steps=2)
     replay = filled(stream, 40, times)  # 14 rows
     windows = replay.windows(400, 6, newest)
     obs, done = windows["obs"], windows["done"]
@@ -170,13 +171,13 @@ def test_windows(times, newest):
 
 def test_proportional_sampling_has_the_right_distribution():
     """χ² of 100 000 draws; with 1173 cells its mean is about 1173 and its deviation 48."""
-    stream = Stream(num_envs=3, horizon=1)
-    replay = filled(stream, 1200, 391, prioritized=True, priority_exponent=0.7)  # 1173 of 1200
+    stream = Stream(num_envs=3, num_steps=1)
+    replay = filled(stream, 1200, 391, prioritized=True)  # 1173 of 1200
     size, draws = len(replay), 100_000
     torch.manual_seed(1)
     error = torch.rand(size) * torch.randint(3, (size,))  # a third of them 0
     replay.update_priorities(torch.arange(size), error)
-    expected = (error.double() + 1e-6) ** 0.7
+    expected = (error.double() + 1e-6) ** 0.6
     expected = expected / expected.sum()
     index = torch.cat([replay.sample(2000)["index"] for _ in range(50)])
     counts = torch.bincount(index, minlength=size).double()
@@ -193,7 +194,7 @@ def test_proportional_sampling_has_the_right_distribution():
 
 def test_block_sums_follow_the_priorities():
     """After many updates with repeated indices and after the buffer has gone round."""
-    stream = Stream(num_envs=5, horizon=3)
+    stream = Stream(num_envs=5, num_steps=3)
     replay = filled(stream, 1500, 30, prioritized=True)
     for i in range(150):
         if i % 2:
@@ -206,28 +207,30 @@ def test_block_sums_follow_the_priorities():
 
 
 def test_new_transitions_get_the_largest_priority_so_far():
-    stream = Stream(num_envs=4, horizon=1)
-    replay = filled(stream, 40, 3, prioritized=True, priority_exponent=0.5)
+    stream = Stream(num_envs=4, num_steps=1)
+    replay = filled(stream, 40, 3, prioritized=True)
     assert replay.priority.flatten()[:12].tolist() == [1.0] * 12
-    replay.update_priorities(torch.tensor([0, 1]), torch.tensor([-16.0, 0.25]))
+    replay.update_priorities(torch.tensor([0, 1]), torch.tensor([-32.0, 1 / 32]))
     replay.update_priorities(torch.tensor([0]), torch.tensor([0.0]))
     replay.add(stream.next())
-    expected = [1e-3, 0.5, *[1.0] * 10, *[4.0] * 4]
-    torch.testing.assert_close(replay.priority.flatten()[:16], torch.tensor(expected))
+    expected = [1e-6**0.6, 1 / 8, *[1.0] * 10, *[8.0] * 4]
+    torch.testing.assert_close(
+        replay.priority.flatten()[:16], torch.tensor(expected), rtol=1e-4, atol=0
+    )
 
 
-@pytest.mark.parametrize("exponent", [0.4, 1.0])
-def test_importance_weights(exponent):
-    """w_i ∝ (size · P(i))^−β, the largest of the batch being 1."""
-    stream = Stream(num_envs=4, horizon=1)
+@pytest.mark.parametrize(("step", "beta"), [(0, 0.4), (500, 0.7), (1000, 1.0)])
+def test_importance_weights(step, beta):
+    """w_i ∝ (size · P(i))^−β, the largest of the batch being 1; β grows during the run."""
+    stream = Stream(num_envs=4, num_steps=1)
     replay = filled(stream, 400, 50, prioritized=True)
-    replay.importance_exponent = exponent
+    replay._run.step = step
     error = torch.rand(200) + 0.01
     replay.update_priorities(torch.arange(200), error)
-    chance = (error.double() + 1e-6) ** 0.6
-    chance = chance / chance.sum()
+    probability = (error.double() + 1e-6) ** 0.6
+    probability = probability / probability.sum()
     batch = replay.sample(64)
-    weight = (200 * chance[batch["index"]]) ** -exponent
+    weight = (200 * probability[batch["index"]]) ** -beta
     torch.testing.assert_close(batch["weight"].double(), weight / weight.max(), rtol=1e-5, atol=0)
     everything = torch.cat([replay.sample(2000)["weight"] for _ in range(5)])
     assert everything.max() == 1 and everything.min() < 0.5
@@ -236,15 +239,14 @@ def test_importance_weights(exponent):
 @pytest.mark.parametrize("times", [7, 40])
 def test_saved_and_loaded_it_draws_the_same(times, tmp_path):
     options = {"n_step": 3, "prioritized": True}
-    stream = Stream(num_envs=3, horizon=2)
+    stream = Stream(num_envs=3, num_steps=2)
     replay = filled(stream, 100, times, **options)
-    replay.importance_exponent = 0.55
     replay.update_priorities(torch.arange(30), torch.randn(30))
     torch.save(replay.state_dict(), tmp_path / "replay.pt")
     size = (tmp_path / "replay.pt").stat().st_size
     assert size < 20_000  # views are not saved with all that they are views of
 
-    other = ReplayBuffer(fake_run(), stream.empty(), 100, **options)
+    other = ReplayBuffer(fake_run(**options), stream.empty(), 100)
     other.load_state_dict(torch.load(tmp_path / "replay.pt", weights_only=True))
     assert len(other) == len(replay)
     rollouts = [stream.next() for _ in range(20)]
@@ -278,11 +280,11 @@ def test_too_large_a_buffer_is_an_error_that_names_the_size(monkeypatch):
         ReplayBuffer(fake_run(), empty, 10**12)
     with pytest.raises(UserError, match=r"--buffer-size is 3; allowed is at least 6"):
         ReplayBuffer(fake_run(), empty, 3)
-    monkeypatch.setattr(worker_learner, "_free_memory", lambda device: 2**30)
+    monkeypatch.setattr(replay_module, "_free_memory", lambda device: 2**30)
     ReplayBuffer(fake_run(), empty, 20_000_000)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     ReplayBuffer(fake_run(), empty, 20_000_000)  # it stands there, but this run is alone
-    monkeypatch.setattr(worker_learner, "count_learners", lambda: 2)  # a part each
+    monkeypatch.setattr(replay_module, "world_size", lambda: 2)  # a part each
     with pytest.raises(UserError, match=r"--buffer-size is 40000000, which needs 1\.1 GiB"):
         ReplayBuffer(fake_run(), empty, 40_000_000)
 
@@ -290,7 +292,7 @@ def test_too_large_a_buffer_is_an_error_that_names_the_size(monkeypatch):
 @pytest.mark.parametrize("prioritized", [False, True])
 def test_memory_is_what_it_must_hold(prioritized):
     empty = Stream(num_envs=7).empty()
-    replay = ReplayBuffer(fake_run(), empty, 100_000, prioritized=prioritized)
+    replay = ReplayBuffer(fake_run(prioritized=prioritized), empty, 100_000)
     must = 100_000 * (30 + 4 * prioritized)
     seen, held = set(), 0
     for thing in [*vars(replay).values(), *replay.data.values(), *replay._flat.values()]:

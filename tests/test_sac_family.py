@@ -1,6 +1,9 @@
 """redq.py, mod_sac.py and crossq.py against references written out independently in numpy."""
 
 import copy
+import dataclasses
+import json
+import sys
 
 import gymnasium
 import numpy as np
@@ -8,7 +11,8 @@ import pytest
 import torch
 
 from algos import crossq, mod_sac, redq
-from algos.worker_learner import UserError, flatten, gradient_of
+from algos.worker_learner import UserError, parse
+from algos.worker_learner.arguments import check_args
 
 OBS_DIM, ACT_DIM, BATCH, TEMPERATURE = 4, 2, 9, np.exp(-0.7)
 OBS = gymnasium.spaces.Box(-np.inf, np.inf, (OBS_DIM,))
@@ -25,7 +29,7 @@ def make_agent(script, **options):
     with torch.no_grad():
         for parameter in [*agent.parameters(), *target.parameters()]:
             parameter.add_(0.2 * torch.randn_like(parameter))
-        agent.actor.log_temperature.fill_(-0.7)
+        agent.log_temperature.fill_(-0.7)
         for name, buffer in agent.named_buffers():
             if name.endswith(("mean", "var")):
                 buffer.add_(0.5 * torch.rand_like(buffer))
@@ -47,8 +51,8 @@ def random_batch():
 
 
 def optimizers_of(agent):
-    networks = agent.critics, agent.actor
-    return tuple(torch.optim.Adam([flatten(network)], 1e-2, fused=True) for network in networks)
+    lists = agent.critics.parameters(), [*agent.actor.parameters(), agent.log_temperature]
+    return tuple(torch.optim.Adam(parameters, 1e-2, fused=True) for parameters in lists)
 
 
 # The references: one critic, one example of the definition at a time.
@@ -58,30 +62,32 @@ def numbers(network):
     return {name: p.detach().numpy().copy() for name, p in network.named_parameters()}
 
 
-def identity(layer, x):
-    return x
-
-
-def q_value(weights, i, x, normalize=identity):
-    """Critic i on x (B, obs_dim + act_dim) -> (B,)."""
-    for layer in (1, 2, 3):
-        x = normalize(layer, x) @ weights[f"weight{layer}"][i] + weights[f"bias{layer}"][i]
-        x = np.maximum(x, 0) if layer < 3 else x
+def ensemble_value(weights, i, x):
+    """Critic i of redq.py on x (B, obs_dim + act_dim) -> (B,)."""
+    for layer in ("first", "second", "last"):
+        x = x @ weights[f"{layer}.weight"][i] + weights[f"{layer}.bias"][i]
+        x = np.maximum(x, 0) if layer != "last" else x
     return x[:, 0]
 
 
-def policy(weights, obs, noise, normalize=identity):
-    """The squashed Gaussian -> action, log-probability; 1 − tanh² as it stands."""
-    layers = sorted({int(name.split(".")[0]) for name, w in weights.items() if w.ndim == 2 and
-                     name.endswith("weight")})  # fmt: skip
-    x = obs
+def multilayer(weights, name, x, normalize=None):
+    """What an nn.Sequential of linear layers, `normalize` before each, and ReLUs gives."""
+    layers = sorted(int(key.split(".")[1]) for key, w in weights.items()
+                    if key.startswith(name) and w.ndim == 2)  # fmt: skip
     for layer in layers:
-        x = normalize(layer, x) @ weights[f"{layer}.weight"].T + weights[f"{layer}.bias"]
+        x = normalize(f"{name}.{layer - 1}", x, weights) if normalize else x
+        x = x @ weights[f"{name}.{layer}.weight"].T + weights[f"{name}.{layer}.bias"]
         x = np.maximum(x, 0) if layer != layers[-1] else x
-    mean, log_std = np.split(x, 2, axis=1)
-    action = np.tanh(mean + np.exp(log_std) * noise)
+    return x
+
+
+def policy(weights, obs, noise, normalize=None):
+    """The squashed Gaussian -> action, log-probability."""
+    output = multilayer(weights, "mean_and_log_std", obs, normalize)
+    mean, log_std = np.split(output, 2, axis=1)
+    u = mean + np.exp(log_std) * noise
     density = np.exp(-0.5 * noise**2) / (np.exp(log_std) * np.sqrt(2 * np.pi))
-    return action, np.log(density / (1 - action**2)).sum(1)
+    return np.tanh(u), np.log(density * np.cosh(u) ** 2).sum(1)  # 1 / (1 − tanh²) is cosh²
 
 
 def slopes(function, weights, names):
@@ -100,9 +106,9 @@ def slopes(function, weights, names):
     return found
 
 
-def assert_gradient(loss, network, reference, without=()):
+def assert_gradient(loss, network, reference):
     """Of all parameters of `network`: autograd's equals the reference's to 1e-6."""
-    parameters = {k: p for k, p in network.named_parameters() if k not in without}
+    parameters = dict(network.named_parameters())
     ours = torch.autograd.grad(loss, list(parameters.values()))
     weights = numbers(network)
     np.testing.assert_allclose(loss.item(), reference(weights), rtol=1e-9)
@@ -117,9 +123,9 @@ def loss_of(predictions, y, batch):
     return sum(0.5 * error.mean() for error in errors)
 
 
-def target_of(batch, value, scale=1.0):
+def target_of(batch, value):
     future = np.where(batch["terminated"], 0, batch["discount"].numpy() * value)
-    return scale * batch["reward"].numpy() + future
+    return batch["reward"].numpy() + future
 
 
 def joint(*parts):
@@ -129,55 +135,56 @@ def joint(*parts):
 # REDQ
 
 
+def watched_target(target, drawn):
+    """`target`, which notes in `drawn` the subset that it was asked for."""
+
+    def forward(obs, action, subset):
+        drawn.append(sorted(subset.tolist()))
+        return target(obs, action, subset)
+
+    return forward
+
+
 def test_redq_gradient_of_the_critics():
     """Every critic learns; the target is the smallest of the M that were drawn."""
-    agent, target, args = make_agent(redq, ensemble_size=5, subset_size=3, reward_scale=2.0)
+    agent, target, args = make_agent(redq, ensemble_size=5, subset_size=3)
     batch, drawn = random_batch(), []
-
-    def watched(obs, action, members):
-        drawn.extend(members.tolist())
-        return target(obs, action, members=members)
-
     torch.manual_seed(5)
-    loss, td_error = redq.critic_loss(agent, watched, batch, args)
+    loss, td_error = redq.critic_loss(agent, watched_target(target, drawn), batch, args)
     torch.manual_seed(5)
     noise = torch.randn(BATCH, ACT_DIM, dtype=torch.float64).numpy()
+    (drawn,) = drawn
     assert len(set(drawn)) == 3  # without replacement
     next_action, log_prob = policy(numbers(agent.actor), batch["next_obs"].numpy(), noise)
     x, theirs = joint(batch["next_obs"], next_action), numbers(target)
-    value = np.min([q_value(theirs, i, x) for i in drawn], axis=0) - TEMPERATURE * log_prob
-    y = target_of(batch, value, scale=2.0)
+    value = np.min([ensemble_value(theirs, i, x) for i in drawn], axis=0) - TEMPERATURE * log_prob
+    y = target_of(batch, value)
     x = joint(batch["obs"], batch["action"])
 
     def reference(weights):
-        return loss_of([q_value(weights, i, x) for i in range(5)], y, batch)
+        return loss_of([ensemble_value(weights, i, x) for i in range(5)], y, batch)
 
     assert_gradient(loss, agent.critics, reference)
     ours = numbers(agent.critics)
-    errors = np.mean([np.abs(q_value(ours, i, x) - y) for i in range(5)], axis=0)
+    errors = np.mean([np.abs(ensemble_value(ours, i, x) - y) for i in range(5)], axis=0)
     np.testing.assert_allclose(td_error, errors)
 
 
 def test_redq_draws_every_subset_alike():
     agent, target, args = make_agent(redq, ensemble_size=4, subset_size=2)
-    counts = {}
-
-    def watched(obs, action, members):
-        key = tuple(sorted(members.tolist()))
-        counts[key] = counts.get(key, 0) + 1
-        return target(obs, action, members=members)
-
+    drawn, batch = [], random_batch()
     for _ in range(600):
-        redq.critic_loss(agent, watched, random_batch(), args)
-    assert len(counts) == 6 and min(counts.values()) > 60  # 100 ± 9 each
+        redq.critic_loss(agent, watched_target(target, drawn), batch, args)
+    subsets, counts = np.unique(drawn, axis=0, return_counts=True)
+    assert len(subsets) == 6 and min(counts) > 60  # 100 ± 9 each
 
 
 def test_redq_gradient_of_the_actor():
     """Against the mean of all critics, not their minimum."""
-    agent, _, args = make_agent(redq, ensemble_size=5)
+    agent, _, _ = make_agent(redq, ensemble_size=5)
     batch = random_batch()
     torch.manual_seed(5)
-    loss, log_prob = redq.actor_loss(agent, batch, args)
+    loss, log_prob = redq.actor_loss(agent, batch)
     torch.manual_seed(5)
     noise = torch.randn(BATCH, ACT_DIM, dtype=torch.float64).numpy()
     critics = numbers(agent.critics)
@@ -185,48 +192,83 @@ def test_redq_gradient_of_the_actor():
     def reference(weights):
         action, log_prob = policy(weights, batch["obs"].numpy(), noise)
         x = joint(batch["obs"], action)
-        value = np.mean([q_value(critics, i, x) for i in range(5)], axis=0)
+        value = np.mean([ensemble_value(critics, i, x) for i in range(5)], axis=0)
         return (TEMPERATURE * log_prob - value).mean()
 
-    assert_gradient(loss, agent.actor, reference, without={"log_temperature"})
+    assert_gradient(loss, agent.actor, reference)
     expected = policy(numbers(agent.actor), batch["obs"].numpy(), noise)[1]
     np.testing.assert_allclose(log_prob, expected)
+
+
+def test_an_ensemble_begins_as_linear_layers_do():
+    torch.manual_seed(0)
+    layer = redq.EnsembleLinear(10, 25, 40)
+    for values in (layer.weight, layer.bias):  # uniform in ± 1 / √25
+        assert values.abs().max() < 0.2 and values.abs().max() > 0.19
+        assert values.std().item() == pytest.approx(0.2 / 3**0.5, rel=0.1)
 
 
 def moves(script, numbers_of_updates, **options):
     """Which of (critics, actor, target) each update moved."""
     agent, target, args = make_agent(script, **options)
-    optimizers, found = optimizers_of(agent), []
-    gradients = (
-        gradient_of(script.critic_loss, agent.critics),
-        gradient_of(script.policy_loss, agent.actor),
-    )
+    optimizers, batch, found = optimizers_of(agent), random_batch(), []
+    loss_functions = script.critic_loss, script.actor_loss
     parts = [agent.critics, agent.actor] + ([] if script is crossq else [target])
     others = (agent,) if script is crossq else (agent, target)
     for number in numbers_of_updates:
         before = [torch.cat([p.detach().flatten() for p in part.parameters()]) for part in parts]
         extra = () if script is mod_sac else (number,)
-        script.update(*others, optimizers, random_batch(), gradients, *extra, args)
+        script.update(*others, optimizers, loss_functions, batch, *extra, args)
         after = [torch.cat([p.detach().flatten() for p in part.parameters()]) for part in parts]
         found.append([not torch.equal(a, b) for a, b in zip(before, after, strict=True)])
     return found, agent
 
 
 def test_the_actor_waits_for_the_critics():
+    """It moves after the last of the updates of the critics that it waits for."""
     found, _ = moves(redq, range(8), ensemble_size=3, policy_delay=4)
-    assert found == [[True, number % 4 == 0, True] for number in range(8)]
+    assert found == [[True, number in (3, 7), True] for number in range(8)]
     found, _ = moves(crossq, range(7), critic_hidden_size=6)
-    assert found == [[True, number % 3 == 0] for number in range(7)]
+    assert found == [[True, number in (2, 5)] for number in range(7)]
 
 
-def test_redq_steers_to_the_entropy_that_was_asked_for():
+@pytest.mark.parametrize("script", [redq, crossq, mod_sac])
+def test_only_their_own_loss_moves_the_critics(script):
+    """The actor's leaves no gradient in them, and they learn again afterwards."""
+    agent, target, args = make_agent(script, **({"ensemble_size": 3} if script is redq else {}))
+    others = (agent,) if script is crossq else (agent, target)
+    number = () if script is mod_sac else (args.policy_delay - 1,)  # the actor moves
+    before = copy.deepcopy(others)
+    torch.manual_seed(3)
+    script.critic_loss(*before, random_batch(), args)[0].backward()
+    loss_functions = script.critic_loss, script.actor_loss
+    torch.manual_seed(3)
+    losses, _ = script.update(
+        *others, optimizers_of(agent), loss_functions, random_batch(), *number, args
+    )
+    assert "actor" in losses and all(p.requires_grad for p in agent.parameters())
+    both = zip(agent.critics.parameters(), before[0].critics.parameters(), strict=True)
+    for ours, expected in both:
+        torch.testing.assert_close(ours.grad, expected.grad)
+
+
+def test_redq_steers_to_the_entropy_that_was_asked_for(monkeypatch):
+    """None is −dim(A), and 0 is 0; also on the command line, in args.json, and when checked."""
     assert make_agent(redq)[0].target_entropy == -ACT_DIM
-    assert make_agent(redq, target_entropy=-0.5)[0].target_entropy == -0.5
+    for given, flag, entropy in ((0.0, "0", 0), (-0.5, "-0.5", -0.5), (None, "None", -ACT_DIM)):
+        assert make_agent(redq, target_entropy=given)[0].target_entropy == entropy
+        monkeypatch.setattr(sys, "argv", ["redq.py", "--target-entropy", flag])
+        args = parse(redq.Args, {})
+        assert args.target_entropy == given
+        check_args(args, redq.LIMITS)
+        assert redq.Args(**json.loads(json.dumps(dataclasses.asdict(args)))) == args
+    monkeypatch.setattr(sys, "argv", ["redq.py", "--env", "Ant"])
+    assert parse(redq.Args, redq.TUNED).target_entropy == -4
 
 
 def test_redq_subset_larger_than_the_ensemble(tmp_path):
     args = redq.Args(env="Pendulum", subset_size=4, ensemble_size=3, run_dir=str(tmp_path / "run"))
-    with pytest.raises(UserError, match=r"--subset-size is 4; allowed is from 1 to .*, 3"):
+    with pytest.raises(UserError, match="--subset-size is 4; allowed is at most --ensemble-size"):
         redq.train(args)
     assert not (tmp_path / "run").exists()
 
@@ -242,6 +284,10 @@ def test_mod_sac_policy_follows_the_critics_loss(losses, monkeypatch):
     monkeypatch.setattr(
         mod_sac, "critics_reliability", lambda agent, _: original(agent, next(remaining))
     )
+    zeros = torch.zeros(BATCH)  # losses of one layer each, which are quick
+    critic, actor = (lambda x: x.critics.q1[0]), (lambda x: x.actor.mean_and_log_std[0])
+    monkeypatch.setattr(mod_sac, "critic_loss", lambda x, *_: (critic(x).weight.sum(), zeros))
+    monkeypatch.setattr(mod_sac, "actor_loss", lambda x, *_: (actor(x).weight.sum(), zeros))
     found, _ = moves(mod_sac, range(len(losses)))
     average, due, expected = 1.0, 0.0, []
     for loss in losses:
@@ -263,92 +309,84 @@ def test_mod_sac_policy_follows_the_critics_loss(losses, monkeypatch):
 
 
 class Renorm:
-    """BatchRenorm's definition, for the three layers of a network, or of critic i."""
+    """BatchRenorm's definition, for the layers of one network."""
 
-    def __init__(self, network, names, training: bool, after: int, i: int = 0):
-        state = {k: b.detach().numpy().copy() for k, b in network.named_buffers()}
-        self.mean, self.var, self.batches = (
-            [state[f"{name}.{k}"] for name in names] for k in ("mean", "var", "batches")
-        )
-        self.names, self.training, self.after, self.i, self.kept = names, training, after, i, {}
+    def __init__(self, network, training: bool):
+        self.state = {k: b.detach().numpy().copy() for k, b in network.named_buffers()}
+        self.training, self.first = training, {}
 
-    def __call__(self, n: int, x, weights):
-        def own(array):
-            return array.reshape(-1, array.shape[-1])[self.i]
-
-        mean, var = own(self.mean[n]), own(self.var[n])
+    def __call__(self, name: str, x, weights):
+        mean, var = self.state[f"{name}.mean"], self.state[f"{name}.var"]
         m, v = (x.mean(0), x.var(0)) if self.training else (mean, var)
         y = (x - m) / np.sqrt(v + 1e-3)
-        if self.training and self.batches[n] >= self.after:
+        if self.training and self.state[f"{name}.batches"] >= 100_000:
             s = np.sqrt(var + 1e-3)  # r and d are those of the first call: they have no gradient
-            fresh = np.clip(np.sqrt(v + 1e-3) / s, 1 / 3, 3), np.clip((m - mean) / s, -5, 5)
-            r, d = self.kept.setdefault(n, fresh)
+            now = np.clip(np.sqrt(v + 1e-3) / s, 1 / 3, 3), np.clip((m - mean) / s, -5, 5)
+            r, d = self.first.setdefault(name, now)
             y = y * r + d
-        scale, shift = (own(weights[f"{self.names[n]}.{k}"]) for k in ("scale", "shift"))
-        return y * scale + shift
+        return y * weights[f"{name}.scale"] + weights[f"{name}.shift"]
 
 
-def normalized_q(renorm, weights, x):
-    for n in range(3):
-        x = renorm(n, x, weights) @ weights[f"weight{n + 1}"][renorm.i]
-        x = x + weights[f"bias{n + 1}"][renorm.i, 0]
-        x = np.maximum(x, 0) if n < 2 else x
-    return x[:, 0]
-
-
-def normalized_policy(renorm, weights, obs, noise):
-    x = obs
-    for n, layer in enumerate((1, 4, 7)):
-        x = renorm(n, x, weights) @ weights[f"{layer}.weight"].T + weights[f"{layer}.bias"]
-        x = np.maximum(x, 0) if n < 2 else x
-    mean, log_std = np.split(x, 2, axis=1)
-    u = mean + np.exp(log_std) * noise
-    density = np.exp(-0.5 * noise**2) / (np.exp(log_std) * np.sqrt(2 * np.pi))
-    return np.tanh(u), np.log(density * np.cosh(u) ** 2).sum(1)  # 1 / (1 − tanh²) is cosh²
-
-
-@pytest.mark.parametrize("after", [10, 0])  # batch normalisation, renormalisation
-def test_crossq_gradients(after):
+@pytest.mark.parametrize("batches", [0, 100_000])  # batch normalisation, renormalisation
+def test_crossq_gradients(batches):
     """(s, a) and (s', a') in one batch; a network's own batch only where it learns."""
-    agent, _, args = make_agent(crossq, critic_hidden_size=6, renorm_after=after, reward_scale=2.0)
-    agent.critics.renorm1.mean[..., 0] += 30  # farther from any batch than d may lead
+    agent, _, args = make_agent(crossq, critic_hidden_size=6)
+    for module in agent.modules():
+        if isinstance(module, crossq.BatchRenorm):
+            module.batches.fill_(batches)
+    running = agent.critics.q2[0]
+    running.mean[0] += 30  # farther from any batch than d may lead
     batch = random_batch()
-    layers, actor_layers = ("renorm1", "renorm2", "renorm3"), ("0", "3", "6")
-    members = [Renorm(agent.critics, layers, True, after, i) for i in range(2)]
-    learning, still = (Renorm(agent.actor, actor_layers, t, after) for t in (True, False))
-    running = agent.critics.renorm1
+    learning, still = (Renorm(agent.actor, training) for training in (True, False))
+    critics_learning = Renorm(agent.critics, True)
     before, var_before = running.mean.clone(), running.var.clone()
     torch.manual_seed(5)
     loss, td_error = crossq.critic_loss(agent, batch, args)
     torch.manual_seed(5)
     noise = torch.randn(BATCH, ACT_DIM, dtype=torch.float64).numpy()
     next_obs = batch["next_obs"].numpy()
-    next_action, log_prob = normalized_policy(still, numbers(agent.actor), next_obs, noise)
+    next_action, log_prob = policy(numbers(agent.actor), next_obs, noise, still)
     both = joint(batch["obs"], batch["action"]), joint(next_obs, next_action)
     x = np.concatenate(both)
-    now = [normalized_q(member, numbers(agent.critics), x) for member in members]
+
+    def values(weights, x, normalize):
+        return [multilayer(weights, name, x, normalize)[:, 0] for name in ("q1", "q2")]
+
+    now = values(numbers(agent.critics), x, critics_learning)
     value = np.minimum(*(q[BATCH:] for q in now)) - TEMPERATURE * log_prob
-    y = target_of(batch, value, scale=2.0)
+    y = target_of(batch, value)
 
     def critics_reference(weights):
-        return loss_of([normalized_q(m, weights, x)[:BATCH] for m in members], y, batch)
+        return loss_of([q[:BATCH] for q in values(weights, x, critics_learning)], y, batch)
 
     assert_gradient(loss, agent.critics, critics_reference)
-    np.testing.assert_allclose(td_error, np.mean([np.abs(q[:BATCH] - y) for q in now], axis=0))
+    np.testing.assert_allclose(td_error, np.minimum(*(q[:BATCH] for q in now)) - y)
     expected = 0.99 * before + 0.01 * torch.tensor(x.mean(0))
     torch.testing.assert_close(running.mean, expected)
     torch.testing.assert_close(running.var, 0.99 * var_before + 0.01 * torch.tensor(x.var(0)))
-    assert running.batches == 1
+    assert running.batches == batches + 1
 
-    members = [Renorm(agent.critics, layers, False, after, i) for i in range(2)]
+    critics_still = Renorm(agent.critics, False)
     torch.manual_seed(5)
-    loss, _ = crossq.actor_loss(agent, batch, args)
+    loss, _ = crossq.actor_loss(agent, batch)
     critics, obs = numbers(agent.critics), batch["obs"].numpy()
 
     def actor_reference(weights):
-        action, log_prob = normalized_policy(learning, weights, obs, noise)
-        values = (normalized_q(m, critics, joint(obs, action)) for m in members)
-        return (TEMPERATURE * log_prob - np.minimum(*values)).mean()
+        action, log_prob = policy(weights, obs, noise, learning)
+        value = np.minimum(*values(critics, joint(obs, action), critics_still))
+        return (TEMPERATURE * log_prob - value).mean()
 
-    assert_gradient(loss, agent.actor, actor_reference, without={"log_temperature"})
+    assert_gradient(loss, agent.actor, actor_reference)
     assert not any(module.training for module in agent.modules())
+
+
+def test_renormalised_is_what_the_running_statistics_give():
+    """(x − m) / s · r + d = (x − μ) / σ, where r and d are not clipped."""
+    torch.manual_seed(0)
+    layer = crossq.BatchRenorm(3)
+    layer.batches.fill_(100_000)
+    layer.mean.copy_(torch.tensor([0.5, -1.0, 0.0]))
+    layer.var.copy_(torch.tensor([0.5, 1.0, 2.0]))
+    x = torch.randn(64, 3)
+    as_evaluated = layer.eval()(x)
+    torch.testing.assert_close(layer.train()(x), as_evaluated)

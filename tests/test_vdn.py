@@ -1,5 +1,6 @@
-"""VDN and QMIX: gradients against loops in double precision, memory, mixing, replay, runs."""
+"""VDN and QMIX: gradients against loops in double precision, mixing, exploration, replay, runs."""
 
+import copy
 import signal
 import types
 
@@ -7,17 +8,17 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
-from test_offpolicy import NoEvaluator
 
-from algos import play, qmix, vdn, worker_learner
-from algos.worker_learner import ReplayBuffer, UserError, flatten, gradient_of
+from algos import play, qmix, vdn
+from algos.worker_learner import ReplayBuffer, UserError
 from vec_envs import make
 
 TINY = {
     **{"num_envs": 4, "hidden_size": 8, "eval_episodes": 2, "eval_every": 0, "batch_size": 4},
-    **{"updates": 8, "recurrent": True},
+    **{"updates": 8},
 }
 A, OBS, STATE, ACTIONS, HIDDEN = 3, 4, 5, 3, 4
+BOTH = pytest.mark.parametrize("script", [vdn, qmix])
 
 
 @pytest.fixture(autouse=True)
@@ -25,12 +26,10 @@ def seeded():
     torch.manual_seed(0)
 
 
-def make_agent(script, available_in_obs=False, **options):
-    options = {"recurrent": True, "discount": 0.99, **options}
-    args = script.Args(num_envs=2, hidden_size=HIDDEN, batch_size=3, buffer_size=8, **options)
+def fake_envs(available_in_obs=False):
     mask = torch.ones(A, ACTIONS, dtype=torch.bool)
     mask[1, 2] = False
-    envs = types.SimpleNamespace(
+    return types.SimpleNamespace(
         num_agents=A,
         single_observation_space=gymnasium.spaces.Box(-np.inf, np.inf, (OBS,)),
         single_action_space=gymnasium.spaces.Discrete(ACTIONS),
@@ -38,8 +37,15 @@ def make_agent(script, available_in_obs=False, **options):
         available_in_obs=available_in_obs,
         action_mask=mask,
     )
+
+
+def make_agent(script, available_in_obs=False, **options):
+    args = script.Args(num_envs=2, hidden_size=HIDDEN, batch_size=3, **options)
+    envs = fake_envs(available_in_obs)
     agents = [script.Agent(envs, args).double() for _ in range(2)]  # itself and a target
-    agents[0].lowering_weight.fill_(args.lowering_weight)  # in double precision
+    if script is vdn:
+        agents[0].lowering_weight.fill_(args.lowering_weight)  # in double precision
+    agents[0].reward_scaler.statistics.var.fill_(4.0)
     for parameter in [*agents[0].parameters(), *agents[1].parameters()]:
         parameter.data += 0.3 * torch.randn_like(parameter)
     return *agents, args
@@ -55,12 +61,11 @@ def random_batch(steps=5, envs=2):
         "state": torch.randn(steps, envs, STATE, **double),
         "next_state": torch.randn(steps, envs, STATE, **double),
         "action": torch.randint(0, 2, (steps, envs, A)),
-        "reward": torch.randn(steps, envs, **double),
+        "reward": torch.randn(steps, envs, A, **double),
         "alive": alive[0],
         "next_alive": alive[1],
         "done": done,
         "terminated": done & (torch.rand(steps, envs) < 0.5),
-        "hidden": torch.randn(1, envs, A, HIDDEN, **double),
     }
 
 
@@ -70,92 +75,77 @@ class Reference:
     def __init__(self, agent):
         self.w = {k: v.detach().numpy().copy() for k, v in agent.named_parameters()}
 
-    def remember(self, obs, i, h):
-        w, clip = self.w, np.clip(obs / np.sqrt(1 + 1e-8), -10, 10)
-        x = np.maximum(w["encoder.weight"] @ np.r_[clip, np.eye(A)[i]] + w["encoder.bias"], 0)
-        if "memory.weight" in w:
-            return np.maximum(w["memory.weight"] @ x + w["memory.bias"], 0)
-        gates_x = (w["memory.weight_ih"] @ x + w["memory.bias_ih"]).reshape(3, -1)
-        gates_h = (w["memory.weight_hh"] @ h + w["memory.bias_hh"]).reshape(3, -1)
-        reset, keep = (1 / (1 + np.exp(-gates_x[k] - gates_h[k])) for k in (0, 1))
-        return (1 - keep) * np.tanh(gates_x[2] + reset * gates_h[2]) + keep * h
-
-    def q(self, h, i):
-        q = self.w["head.weight"] @ h + self.w["head.bias"]
+    def q(self, obs, i):
+        w, x = self.w, np.r_[np.clip(obs / np.sqrt(1 + 1e-8), -10, 10), np.eye(A)[i]]
+        for layer in (0, 2):
+            x = np.maximum(w[f"network.{layer}.weight"] @ x + w[f"network.{layer}.bias"], 0)
+        q = w["network.4.weight"] @ x + w["network.4.bias"]
         return q[:2] if i == 1 else q  # the second agent has one action less
 
     def mix(self, q, state):
         w = self.w
-        if "mixer.weight1.weight" not in w:
+        if "mixer.w1.weight" not in w:
             return sum(q)
         s = np.clip(state / np.sqrt(1 + 1e-8), -10, 10)
 
         def layer(name, x):
             return w[f"mixer.{name}.weight"] @ x + w[f"mixer.{name}.bias"]
 
-        hidden = np.abs(layer("weight1", s)).reshape(A, -1).T @ np.array(q) + layer("bias1", s)
+        hidden = np.abs(layer("w1", s)).reshape(A, -1).T @ np.array(q) + layer("b1", s)
         hidden = np.where(hidden > 0, hidden, np.expm1(np.minimum(hidden, 0)))
-        last = layer("bias2.2", np.maximum(layer("bias2.0", s), 0))[0]
-        return np.abs(layer("weight2", s)) @ hidden + last
+        last = layer("b2.2", np.maximum(layer("b2.0", s), 0))[0]
+        return np.abs(layer("w2", s)) @ hidden + last
 
 
-def reference_loss(online, target, batch, weight, args):
-    """E[ w (Q_tot − y)² ], one env, one step, one agent after another."""
+def reference_loss(online, target, batch, lowering_weight, td_lambda, gamma):
+    """E[ w (Q_tot − y)² ], one env, one step, one agent after another; σ of the return is 2."""
     b = {k: v.numpy() for k, v in batch.items()}
-    steps, envs = b["reward"].shape
+    steps, envs = b["done"].shape
     total = 0.0
     for e in range(envs):
         value, next_value = np.zeros(steps), np.zeros(steps)
-        ours, theirs = b["hidden"][0, e].copy(), b["hidden"][0, e].copy()
         for t in range(steps):
             chosen, following = [], []
             for i in range(A):
-                ours[i] = online.remember(b["obs"][t, e, i], i, ours[i])
-                theirs[i] = target.remember(b["obs"][t, e, i], i, theirs[i])
-                chosen.append(online.q(ours[i], i)[b["action"][t, e, i]] * b["alive"][t, e, i])
+                q = online.q(b["obs"][t, e, i], i)[b["action"][t, e, i]]
+                chosen.append(q * b["alive"][t, e, i])
                 next_obs = b["next_obs"][t, e, i]
-                next_q = target.q(target.remember(next_obs, i, theirs[i]), i)
-                own_q = online.q(online.remember(next_obs, i, ours[i]), i)
-                best = np.argmax(own_q if args.double_q else next_q)
-                following.append(next_q[best] * b["next_alive"][t, e, i])
+                best = np.argmax(online.q(next_obs, i))
+                following.append(target.q(next_obs, i)[best] * b["next_alive"][t, e, i])
             value[t] = online.mix(chosen, b["state"][t, e])
             next_value[t] = target.mix(following, b["next_state"][t, e])
-            if b["done"][t, e]:
-                ours[:], theirs[:] = 0, 0
         for t in range(steps):  # Σ of the λ-weighted n-step returns, forwards
             y, factor, share = 0.0, 1.0, 1.0
             for k in range(t, steps):
-                y += share * factor * b["reward"][k, e]
+                reward = np.clip(b["reward"][k, e].sum() / np.sqrt(4 + 1e-8), -10, 10)
+                y += share * factor * reward
                 stop = b["done"][k, e] or k == steps - 1
-                alive = factor * args.discount * (not b["terminated"][k, e])
-                y += share * (1.0 if stop else 1 - args.td_lambda) * alive * next_value[k]
+                future = factor * gamma * (not b["terminated"][k, e])
+                y += share * (1.0 if stop else 1 - td_lambda) * future * next_value[k]
                 if stop:
                     break
-                share, factor = share * args.td_lambda, factor * args.discount
-            optimism = args.lowering_weight if value[t] > y else 1.0
-            total += weight[e].item() * optimism * (value[t] - y) ** 2
+                share, factor = share * td_lambda, factor * gamma
+            weight = lowering_weight if value[t] > y else 1.0
+            total += weight * (value[t] - y) ** 2
     return total / (steps * envs)
 
 
-@pytest.mark.parametrize(
-    ("script", "options"),
-    [
-        (vdn, {"recurrent": True, "td_lambda": 0.6}),
-        (vdn, {"recurrent": False, "td_lambda": 0.0, "double_q": False}),
-        (qmix, {"recurrent": False, "td_lambda": 1.0, "mixing_size": 3, "lowering_weight": 0.5}),
-    ],
-)
-def test_loss_and_gradient(script, options):
-    agent, target, args = make_agent(script, discount=0.9, **options)
-    batch, weight = random_batch(), torch.rand(2, dtype=torch.float64) + 0.5
+@pytest.mark.parametrize("td_lambda", [None, 0.0, 1.0])
+@BOTH
+def test_loss_and_gradient(script, td_lambda, monkeypatch):
+    if td_lambda is not None:
+        monkeypatch.setattr(script, "TD_LAMBDA", td_lambda)
+    options = {"lowering_weight": 0.3} if script is vdn else {"mixing_size": 3}
+    agent, target, args = make_agent(script, gamma=0.9, **options)
+    batch = random_batch()
     batch["reward"] *= 5  # so that some values are too high and some too low
-    loss, error, _ = script.td_loss(agent, target, batch, weight, args)
+    loss, _ = script.td_loss(agent, target, batch, args)
     loss.backward()
     online, fixed = Reference(agent), Reference(target)
+    settings = options.get("lowering_weight", 1.0), script.TD_LAMBDA, args.gamma
     np.testing.assert_allclose(
-        loss.item(), reference_loss(online, fixed, batch, weight, args), rtol=1e-10
+        loss.item(), reference_loss(online, fixed, batch, *settings), rtol=1e-10
     )
-    assert error.shape == batch["reward"].shape and (error > 0).any() and (error < 0).any()
     rng, step = np.random.default_rng(0), 1e-6
     for name, parameter in agent.named_parameters():
         array = online.w[name]
@@ -163,10 +153,14 @@ def test_loss_and_gradient(script, options):
             values = []
             for sign in (1, -1):
                 array.flat[index] += sign * step
-                values.append(reference_loss(online, fixed, batch, weight, args))
+                values.append(reference_loss(online, fixed, batch, *settings))
                 array.flat[index] -= sign * step
             slope = (values[0] - values[1]) / (2 * step)
             assert abs(parameter.grad.flatten()[index].item() - slope) < 1e-6, name
+
+
+def team_value(script, agent, q, state):
+    return script.mix(q) if script is vdn else script.mix(agent, q, state)
 
 
 def test_the_team_gains_by_what_an_agent_gains():
@@ -178,8 +172,7 @@ def test_the_team_gains_by_what_an_agent_gains():
                 parameter.data += torch.randn_like(parameter)
         q = (3 * torch.randn(500, A, dtype=torch.float64)).requires_grad_()
         state = torch.randn(500, STATE, dtype=torch.float64)
-        total = agent.mix(q) if script is vdn else agent.mix(q, state)
-        (slope,) = torch.autograd.grad(total.sum(), q)
+        (slope,) = torch.autograd.grad(team_value(script, agent, q, state).sum(), q)
         assert (slope >= 0).all() and (slope > 0).any()
         assert (slope == 1).all() == (script is vdn)
         assert (slope.std(0) > 0.01).all() == (script is qmix)
@@ -188,168 +181,128 @@ def test_the_team_gains_by_what_an_agent_gains():
 def test_the_mixer_begins_close_to_the_sum():
     agent = qmix.Agent(make("Spread", 2), qmix.Args())
     q, state = torch.randn(400, 3), torch.randn(400, 54)
-    total = agent.mix(q, state)
+    total = qmix.mix(agent, q, state)
     correlation = torch.corrcoef(torch.stack((total, q.sum(1))))[0, 1]
     assert correlation > 0.95, correlation
 
 
-def test_stretches_are_unrolled_as_they_were_played():
-    """Step by step, with a new memory after an end, as the unrolled network has it."""
-    agent, *_ = make_agent(vdn)
-    batch = random_batch(steps=9)
-    q, memories = agent.unroll(batch["obs"], batch["hidden"][0], batch["done"])
-    hidden = batch["hidden"][0]
-    for t in range(9):
-        single, hidden = agent.step(batch["obs"][t], hidden)
-        torch.testing.assert_close(q[t], single)
-        torch.testing.assert_close(memories[t], hidden)
-        hidden = torch.where(batch["done"][t].view(-1, 1, 1), torch.zeros_like(hidden), hidden)
-    assert batch["done"].any()
+def empty_rollout(steps, env):
+    obs = env.obs.shape
+    shapes = {"obs": obs, "next_obs": obs, **dict.fromkeys(("reward", "alive"), obs[:2])}
+    shapes |= {"next_alive": obs[:2], "episode_return": obs[:1], "episode_length": obs[:1]}
+    shapes |= dict.fromkeys(("state", "next_state"), env.state.shape)
+    rollout = {name: torch.zeros(steps, *shape) for name, shape in shapes.items()}
+    rollout["action"] = torch.zeros(steps, *obs[:2], dtype=torch.int64)
+    flags = {name: torch.zeros(steps, obs[0], dtype=torch.bool) for name in ("done", "terminated")}
+    return rollout | flags
 
 
-def test_collecting_goes_on_with_the_memory_of_the_rollout_before():
-    env = make("SpeakerListener", 2, seed=0)
-    env.reset()
-    agent = vdn.Agent(env, vdn.Args(hidden_size=HIDDEN))
-    zeros = {"hidden": (2, HIDDEN), "next_hidden": (2, HIDDEN), "alive": (2,), "next_alive": (2,)}
-    shapes = {"obs": (2, 11), "next_obs": (2, 11), "reward": (2,), **zeros}
-    rollout = {name: torch.zeros(10, 2, *shape) for name, shape in shapes.items()}
-    rollout["action"] = torch.zeros(10, 2, 2, dtype=torch.int64)
-    flags = {name: torch.zeros(10, 2, dtype=torch.bool) for name in ("done", "terminated")}
-    rollout |= {**flags, "episode_return": torch.zeros(10, 2), "episode_length": torch.zeros(10, 2)}
-    obs, done, stored = [], [], []
-    for _ in range(4):  # an episode of 25 ends in the third
-        vdn.collect(agent, env, rollout)
-        obs.append(rollout["obs"].clone())
-        done.append(rollout["done"].clone())
-        stored.append(rollout["hidden"].clone())
-    obs, done, stored = torch.cat(obs), torch.cat(done), torch.cat(stored)
-    assert done[24].all() and done.sum() == 2
-    _, memories = agent.unroll(obs, torch.zeros(2, 2, HIDDEN), done)
-    expected = torch.cat((torch.zeros_like(memories[:1]), memories[:-1]))
-    torch.testing.assert_close(stored, expected * (torch.arange(40) != 25).view(-1, 1, 1, 1))
-    assert rollout["alive"].all() and rollout["next_alive"].all()
-
-
-def test_explorers_choose_among_all_that_is_available():
+@BOTH
+def test_explorers_choose_among_all_that_is_available(script):
     env = make("SpeakerListener", 500, seed=0)
     env.reset()
-    agent = vdn.Agent(env, vdn.Args(hidden_size=HIDDEN))
+    agent = script.Agent(env, script.Args(hidden_size=HIDDEN))
     for epsilon in (1.0, 0.0):
         agent.epsilon.fill_(epsilon)
-        seen = []
-        step = env.step
-
-        def keep(action, seen=seen, step=step):
-            seen.append(action)
-            return step(action)
-
-        env.step = keep
-        rollout = {
-            name: torch.zeros(2, 500, *shape)
-            for name, shape in {
-                **{"obs": (2, 11), "next_obs": (2, 11), "reward": (2,), "action": (2,)},
-                **{"hidden": (2, HIDDEN), "next_hidden": (2, HIDDEN)},
-                **{"alive": (2,), "next_alive": (2,), "episode_return": (), "episode_length": ()},
-                **{"done": (), "terminated": ()},
-            }.items()
-        }
-        vdn.collect(agent, env, rollout)
-        del env.step
-        speaker, listener = seen[0].T
+        rollout = empty_rollout(2, env)
+        script.collect(agent, env, rollout)
+        speaker, listener = rollout["action"][0].T
         if epsilon:
             assert (speaker.bincount() / 500 - 1 / 3).abs().max() < 0.08
             assert (listener.bincount() / 500 - 1 / 5).abs().max() < 0.08
         else:
-            q, _ = agent.step(rollout["obs"][0], rollout["hidden"][0])
-            assert torch.equal(seen[0], q.argmax(-1))
+            best = agent.values(rollout["obs"][0]).argmax(-1)
+            assert torch.equal(rollout["action"][0], best)
+            assert torch.equal(agent(rollout["obs"][0]), best)
+        assert rollout["alive"].all() and rollout["next_alive"].all()
 
 
-def test_agents_explore_each_by_its_own_chance():
-    env, zeros = make("Spread", 2000, seed=0), {"hidden": (HIDDEN,), "next_hidden": (HIDDEN,)}
+def test_agents_explore_each_on_its_own():
+    env = make("Spread", 2000, seed=0)
     env.reset()
     agent = vdn.Agent(env, vdn.Args(hidden_size=HIDDEN))
     agent.epsilon.fill_(0.5)
-    shapes = {"obs": (18,), "next_obs": (18,), **zeros}
-    shapes |= dict.fromkeys(("alive", "next_alive", "action", "reward"), ())
-    rollout = {name: torch.zeros(1, 2000, 3, *shape) for name, shape in shapes.items()}
-    for name in ("done", "terminated", "episode_return", "episode_length"):
-        rollout[name] = torch.zeros(1, 2000)
+    rollout = empty_rollout(1, env)
     vdn.collect(agent, env, rollout)
-    best = agent.step(rollout["obs"][0], rollout["hidden"][0])[0].argmax(-1)
+    best = agent(rollout["obs"][0])
     differs = (rollout["action"][0] != best).double()  # ε times 4/5 of 5 actions
     assert (differs.mean(0) - 0.4).abs().max() < 0.06
     assert (differs.T.corrcoef() - torch.eye(3)).abs().max() < 0.1
 
 
-def filled_replay():
-    """Rollouts 0 to 4 of 3 steps and 2 envs; three fit. All of env e in rollout r is 2 r + e."""
-    rollout = {
-        "obs": torch.zeros(3, 2, 1), "reward": torch.zeros(3, 2),
-        "hidden": torch.zeros(3, 2, 1, 1), "next_hidden": torch.zeros(3, 2, 1, 1),
-        "done": torch.zeros(3, 2, dtype=torch.bool), "episode_return": torch.zeros(3, 2),
-    }  # fmt: skip
-    run = types.SimpleNamespace(
-        device=torch.device("cpu"), args=types.SimpleNamespace(save_replay=True)
-    )
-    replay = ReplayBuffer(run, vdn.stretches(rollout), 6)
-    for number in range(5):
-        for name in ("obs", "reward", "hidden", "next_hidden"):
-            envs = torch.tensor([0.0, 1.0]).view(-1, *[1] * (rollout[name].dim() - 2))
-            rollout[name][:] = 2 * number + envs + 100 * (name == "next_hidden")
-        rollout["hidden"][1:] = -1  # not kept
-        replay.add(vdn.stretches(rollout))
-    return replay, rollout
-
-
-def test_replay_keeps_whole_stretches_with_the_memory_they_began_with():
-    replay, _ = filled_replay()
-    batch = replay.sample(2000)
-    assert batch["obs"].shape == (2000, 3, 1) and batch["hidden"].shape == (2000, 1, 1, 1)
-    assert batch.keys() >= {"obs", "reward", "hidden", "done"} and "next_hidden" not in batch
-    assert set(batch["reward"].unique().tolist()) == {4.0, 5.0, 6.0, 7.0, 8.0, 9.0}
-    for step in range(3):
-        assert torch.equal(batch["reward"][:, step], batch["obs"][:, 2 - step, 0])
-    assert torch.equal(batch["reward"][:, 0], batch["hidden"][:, 0, 0, 0])
-
-
-@pytest.mark.parametrize("script", [vdn, qmix])
-def test_priorities_are_from_a_stretchs_errors(script):
-    agent, target, args = make_agent(script)
-    batch, weight = random_batch(), torch.ones(2, dtype=torch.float64)
-    _, error, _ = script.td_loss(agent, target, batch, weight, args)
-    told = []
-    drawn = {name: x.transpose(0, 1) for name, x in batch.items()}
-    drawn |= {"index": torch.tensor([7, 4]), "weight": weight, "discount": weight}
-    replay = types.SimpleNamespace(
-        sample=lambda size: dict(drawn), update_priorities=lambda *given: told.append(given)
-    )
-    optimizer = torch.optim.SGD([flatten(agent)], 1e-3)
-    script.update(agent, target, optimizer, replay, gradient_of(script.td_loss, agent), args)
-    ((index, priority),) = told
-    assert index.tolist() == [7, 4]
-    for i in range(2):
-        errors = error[:, i].abs()
-        torch.testing.assert_close(priority[i], 0.9 * errors.max() + 0.1 * errors.mean())
-
-
-def test_actions_that_are_not_available_are_never_the_best():
-    agent, *_ = make_agent(vdn, available_in_obs=True)
-    agent.head.bias.data[2] += 100
-    obs = torch.randn(50, A, OBS, dtype=torch.float64)
+@BOTH
+def test_actions_that_are_not_available_are_never_taken(script):
+    agent, *_ = make_agent(script, available_in_obs=True)
+    agent.network[-1].bias.data[2] += 100
+    obs = torch.randn(300, A, OBS, dtype=torch.float64)
     obs[..., -ACTIONS:] = torch.tensor([0.0, 1.0, 1.0], dtype=torch.float64)
-    assert agent(obs)[:, 0].tolist() == [2] * 50
-    assert agent(obs)[:, 1].tolist() == [1] * 50  # it never has the third
+    obs[:, 2] = 0.0  # this agent has left: no action is available, any of its own will do
+    best = agent(obs)
+    assert best[:, 0].tolist() == [2] * 300 and best[:, 1].tolist() == [1] * 300
+    for epsilon in (1.0, 0.5):
+        agent.epsilon.fill_(epsilon)
+        action = script.epsilon_greedy(agent, obs)
+        assert set(action[:, 0].tolist()) == {1, 2} and set(action[:, 1].tolist()) == {1}
+    obs[:, 1] = 0.0
+    assert set(script.epsilon_greedy(agent, obs)[:, 1].tolist()) <= {0, 1}
+
+
+@BOTH
+def test_target_network_follows(script):
+    """One step of Adam on the network; θ̄ ← (1 − τ) θ̄ + τ θ."""
+    agent, target, args = make_agent(script)
+    target.requires_grad_(False)
+    optimizer = torch.optim.Adam(agent.parameters(), 1e-2)
+    ours, theirs = (copy.deepcopy(x) for x in (agent, target))
+    losses = script.update(agent, target, optimizer, script.td_loss, random_batch(), args)
+    assert losses.keys() == {"td", "value", "grad_norm"} and losses["grad_norm"] > 0
+    rows = zip(
+        *(x.parameters() for x in (ours, agent, theirs, target)), strict=True
+    )  # before, after, before, after
+    for before, after, target_before, target_after in rows:
+        assert not torch.equal(before, after)
+        torch.testing.assert_close(target_after, target_before.lerp(after, args.tau))
+
+
+@BOTH
+def test_rewards_are_scaled_when_they_are_used(script):
+    """The same batch has other targets once the statistics of the return are others."""
+    agent, target, args = make_agent(script)
+    batch = random_batch()
+    batch["terminated"][:] = batch["done"][:] = True  # y = r
+    for var in (4.0, 100.0):
+        agent.reward_scaler.statistics.var.fill_(var)
+        y = script.td_target(agent, target, batch, args)
+        torch.testing.assert_close(y, batch["reward"].sum(-1) / (var + 1e-8) ** 0.5)
+
+
+def test_stretches_are_consecutive_steps_of_one_environment():
+    """Of what the replay buffer holds; a reward may have an axis for the agents."""
+    steps, envs = torch.arange(3).view(3, 1), torch.arange(2)
+    rollout = {name: torch.zeros(3, 2, A) for name in ("obs", "reward")}
+    rollout["done"] = torch.zeros(3, 2, dtype=torch.bool)
+    args = types.SimpleNamespace(save_replay=True, total_steps=1)
+    run = types.SimpleNamespace(device=torch.device("cpu"), args=args, step=0)
+    replay = ReplayBuffer(run, rollout, 12)  # six steps
+    for number in range(5):
+        value = (100 * envs + 3 * number + steps).float().unsqueeze(-1)
+        replay.add({**rollout, "obs": value.expand(3, 2, A), "reward": value.expand(3, 2, A)})
+    batch = replay.windows(500, 3)
+    assert batch["reward"].shape == (3, 500, A) and batch["mask"].shape == (3, 500)
+    assert torch.equal(batch["reward"], batch["obs"])
+    first, *rest = batch["reward"][..., 0]
+    assert all(torch.equal(x, first + i) for i, x in enumerate(rest, 1))
+    assert set(first.unique().tolist()) == {*range(9, 13), *range(109, 113)}
 
 
 # Runs.
 
 
-@pytest.mark.parametrize("script", [vdn, qmix])
+@BOTH
 def test_resume_is_bit_identical(script, tmp_path, monkeypatch):
-    """With rollouts that end in mid-episode, where the agents remember something."""
-    tiny = {**TINY, "env": "SpeakerListener", "total_steps": 1200, "horizon": 15}
-    tiny |= {"prioritized": True, "updates": 2, "buffer_size": 40}
+    """With rollouts that end in mid-episode."""
+    tiny = {**TINY, "env": "SpeakerListener", "total_steps": 1200, "num_steps": 15}
+    tiny |= {"updates": 2, "buffer_size": 600}
     script.train(script.Args(**tiny, run_dir=str(tmp_path / "whole")))
     calls, update = iter(range(1000)), script.update
 
@@ -367,73 +320,59 @@ def test_resume_is_bit_identical(script, tmp_path, monkeypatch):
         for name in ("parts", "whole")
     )
     assert ours["run"]["step"] == theirs["run"]["step"] == 1200
-    for part in ("agent", "target", "workers"):
-        assert all(torch.equal(x, theirs[part][k]) for k, x in ours[part].items())
-    torch.testing.assert_close(ours["replay"], theirs["replay"], rtol=0, atol=0)
-    torch.testing.assert_close(ours["remembered"], theirs["remembered"], rtol=0, atol=0)
+    for part in ("agent", "target", "workers", "replay"):
+        torch.testing.assert_close(ours[part], theirs[part], rtol=0, atol=0)
     assert ours["run"]["last_return"] == theirs["run"]["last_return"]
 
 
-@pytest.mark.parametrize("script", [vdn, qmix])
+@BOTH
 def test_what_changes_during_a_run(script, tmp_path, monkeypatch):
-    """ε and α; and the target network sees what the other one sees. Rewards are the team's."""
-    seen, team = [], []
+    """Learning rate, ε and α; both networks see the same; rewards are replayed as they came."""
+    seen, team, raw = [], [], []
 
     def collect(agent, envs, rollout, original=script.collect):
         original(agent, envs, rollout)
+        raw.append(rollout["reward"].clone())
         team.append(rollout["reward"].sum(-1))
 
     def scaled(self, reward, done, original=script.RewardScaler.forward):
         assert torch.equal(reward, team[-1])
         return original(self, reward, done)
 
-    def watched(agent, target, *rest, original=script.update):
+    def watched(agent, target, optimizer, loss, batch, args, original=script.update):
         assert agent.normalizer.mean.equal(target.normalizer.mean)
         if script is qmix:
             assert agent.state_normalizer.mean.equal(target.state_normalizer.mean)
-        seen.append((agent.epsilon.item(), agent.lowering_weight.item()))
-        return original(agent, target, *rest)
+        assert torch.isin(batch["reward"], torch.cat(raw)).all()
+        alpha = agent.lowering_weight.item() if script is vdn else 1.0
+        seen.append((optimizer.param_groups[0]["lr"], agent.epsilon.item(), alpha))
+        return original(agent, target, optimizer, loss, batch, args)
 
-    monkeypatch.setattr(worker_learner, "Evaluator", NoEvaluator)
     monkeypatch.setattr(script, "update", watched)
     monkeypatch.setattr(script, "collect", collect)
     monkeypatch.setattr(script.RewardScaler, "forward", scaled)
-    options = {"total_steps": 400, "horizon": 10, "updates": 1, "recurrent": False}
-    options |= {"exploration_fraction": 0.5, "final_epsilon": 0.2, "lowering_weight": 0.1}
+    options = {"total_steps": 400, "num_steps": 10, "updates": 1, "learning_rate": 1e-2}
+    options |= {"exploration_fraction": 0.5, "final_epsilon": 0.2, "seed": 3}
     script.train(script.Args(**TINY | options, run_dir=str(tmp_path / "run")))
     part = np.arange(10) / 10
-    expected = np.stack((np.maximum(0.2, 1 - 1.6 * part), np.minimum(1, 0.1 + 1.8 * part)), 1)
+    alpha = np.minimum(1, 0.1 + 1.8 * part) if script is vdn else np.ones(10)
+    expected = np.stack((1e-2 * (1 - part), np.maximum(0.2, 1 - 1.6 * part), alpha), 1)
     np.testing.assert_allclose(seen, expected, rtol=1e-6)
 
 
-def test_play_and_refusals(tmp_path, capsys):
+def test_play_export_and_refusals(tmp_path, capsys):
     run_dir = str(tmp_path / "run")
     result = vdn.train(vdn.Args(**TINY, total_steps=200, num_workers=2, run_dir=run_dir))
     capsys.readouterr()
     play.main(play.Args(run_dir, checkpoint="last", episodes=2))
-    first = capsys.readouterr().out
-    play.main(play.Args(run_dir, checkpoint="last", episodes=2))
-    assert capsys.readouterr().out == first and "25.0 steps long" in first  # nothing remembered
+    assert "25.0 steps long" in capsys.readouterr().out
     assert result.step == 200
-    with pytest.raises(UserError, match="a policy that remembers cannot be exported"):
-        play.main(play.Args(run_dir, checkpoint="last", export=str(tmp_path / "policy.pt2")))
+    play.main(play.Args(run_dir, checkpoint="last", export=str(tmp_path / "policy.pt2")))
+    exported = torch.export.load(tmp_path / "policy.pt2").module()
+    assert exported(torch.zeros(5, 3, 18)).shape == (5, 3)
     for env, message in (
         ("SpreadContinuous", "SpreadContinuous has continuous actions; mappo.py"),
-        ("CartPole", r"CartPole has 1 agent\(s\), but vdn is for several agents"),
+        ("CartPole", "CartPole has 1 agent"),
     ):
         with pytest.raises(UserError, match=message):
             vdn.train(vdn.Args(**TINY, env=env, run_dir=str(tmp_path / "none")))
-
-
-def test_what_is_remembered_ends_where_environments_start_anew():
-    replay, rollout = filled_replay()
-    remembered = vdn.Remembered(rollout)
-    state = remembered.state_dict()
-    remembered.end_episodes()
-    assert not rollout["next_hidden"][-1].any()  # what `collect` goes on with
-    remembered.load_state_dict(state)
-    assert rollout["next_hidden"][-1].flatten().tolist() == [108, 109]
-    replay.end_episodes()
-    newest = replay.data["reward"][..., 0] >= 8
-    assert replay.data["done"].any(-1).equal(newest)
-    assert replay.data["done"][newest].tolist() == [[False, False, True]] * 2

@@ -3,6 +3,7 @@
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,9 +12,11 @@ import torch
 
 import vec_envs
 from algos import ppo, sac
-from algos.worker_learner import RunArgs, Workers
+from algos.worker_learner import RunArgs, UserError, Workers
+from algos.worker_learner import workers as module
+from algos.worker_learner.workers import Child, Evaluator
 
-HORIZON, ROLLOUTS = 30, 3
+NUM_STEPS, ROLLOUTS = 30, 3
 ROOT = Path(__file__).parent.parent
 
 
@@ -26,7 +29,7 @@ def test_workers_collect_what_the_same_envs_would_here(module):
     agent = module.Agent(workers.observation_space, workers.action_space, args)
     collected = []
     try:
-        empty = workers.start(agent, HORIZON)
+        empty = workers.start(agent, NUM_STEPS)
         shapes = {name: (tensor.shape[2:], tensor.dtype) for name, tensor in empty.items()}
         for number in range(ROLLOUTS):
             with torch.no_grad():  # the workers see the weights as they are now
@@ -49,7 +52,7 @@ def test_workers_collect_what_the_same_envs_would_here(module):
                 for parameter in agent.parameters():
                     parameter.add_(0.01 * number)
             ours = {
-                name: torch.zeros(HORIZON, envs.num_envs, *shape, dtype=dtype)
+                name: torch.zeros(NUM_STEPS, envs.num_envs, *shape, dtype=dtype)
                 for name, (shape, dtype) in shapes.items()
             }
             module.collect(agent, envs, ours)
@@ -159,3 +162,97 @@ def test_a_worker_that_compiled_leaves_nothing_behind(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "Done: 1500 steps" in done.stdout
     assert "leaked" not in done.stderr
+
+
+def close_its_pipe(pipe, restarts):
+    """As an environment may that closes all files: at first it lives on without its pipe."""
+    pipe.recv()
+    if not restarts:
+        pipe.close()
+        time.sleep(1000)
+    pipe.send(restarts)
+
+
+def test_a_worker_that_lost_its_pipe_is_dead_before_its_successor_starts():
+    child = Child("worker 0", close_its_pipe)
+    try:
+        first, started = child.process, []
+        start = child._start
+        child._start = lambda: started.append(first.is_alive()) or start()
+        child.ask("collect")
+        assert child.answer() == 1 and started == [False]
+    finally:
+        child.close()
+
+
+def test_a_silent_worker_is_named(monkeypatch, capsys):
+    """After a minute, then every five; an evaluator, which nobody waits for, is not."""
+    waited, polls = [], iter((False, False, False, True))
+    pipe = SimpleNamespace(
+        poll=lambda seconds: waited.append(seconds) or next(polls), recv=lambda: "collected"
+    )
+    monkeypatch.setattr(Child, "_start", lambda self: setattr(self, "pipe", pipe))
+    child = Child("worker 3", None)
+    assert child.answer() == "collected" and waited == [60, 300, 300, 300]
+    said = capsys.readouterr().out.splitlines()
+    assert [line for line in said if "Warning: worker 3" in line] == said and len(said) == 3
+    waited.clear()
+    polls = iter((False,))
+    assert child.answer(wait=0.2) is None and waited == [0.2] and not capsys.readouterr().out
+
+
+def test_seeds_of_workers_are_their_own_and_fit_in_31_bits(monkeypatch):
+    seeds = []
+    args = RunArgs(env="CartPole", seed=2**31 - 1)
+    envs = SimpleNamespace(reset=lambda seed: seeds.append(seed), compilable=False)
+    monkeypatch.setattr(module, "_make_envs", lambda args, count, seed: seeds.append(seed) or envs)
+    monkeypatch.setattr(torch, "manual_seed", seeds.append)
+
+    def collect(*arguments):
+        raise StopIteration
+
+    pipe = SimpleNamespace(recv=lambda: "collect")
+    for index, restarts, begin in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 5)):
+        columns, begin = {"done": torch.zeros(1)}, torch.tensor(begin)
+        with pytest.raises(StopIteration):
+            module._worker_main(pipe, restarts, collect, None, columns, args, index, begin)
+    assert all(0 <= seed < 2**31 for seed in seeds) and len(set(seeds)) == 4
+
+
+def test_too_little_shared_memory_is_one_sentence(monkeypatch):
+    """As in a Docker container, which has 64 MB: the kernel would kill the first to write there."""
+    args = ppo.Args(env="Pendulum", num_envs=4, num_workers=2, device="cpu")
+    run = SimpleNamespace(args=args, device=torch.device("cpu"))
+    workers = Workers(run, ppo.collect)
+    agent = ppo.Agent(workers.observation_space, workers.action_space, args)
+    monkeypatch.setattr(module, "_free", lambda folder: 64 << 20)
+    match = r"--num-workers.* needs \d+ MiB .* 64 MiB are free in /dev/shm.*docker run --shm-size"
+    with pytest.raises(UserError, match=match):
+        workers.start(agent, 1_000_000)
+    monkeypatch.setattr(module, "_free", lambda folder: 1000)
+    with pytest.raises(UserError, match=r"the evaluator.*--shm-size"):
+        Evaluator(args, agent)
+
+
+def test_one_policy_waits_for_the_evaluator_the_newest(monkeypatch):
+    """The queue had no bound, and every checkpoint held all the weights in it."""
+    asked, answers = [], []
+
+    class Answering:
+        def __init__(self, *arguments):
+            self.ask = asked.append
+
+        def answer(self, wait):
+            return answers.pop() if answers else None
+
+    monkeypatch.setattr(module, "Child", Answering)
+    agent = torch.nn.Linear(1, 1)
+    evaluator = Evaluator(RunArgs(), agent)
+    for step in range(1, 10):
+        evaluator.submit(step, {name: x + step for name, x in agent.state_dict().items()})
+    assert [step for step, _ in evaluator.pending] == [1, 9] and asked == [1]
+    answers.append((1.0, 0.0, 1.0))
+    ((step, weights, _),) = evaluator.results()
+    assert step == 1 and torch.equal(weights["bias"], agent.bias + 1)
+    assert [step for step, _ in evaluator.pending] == [9] and asked == [1, 9]
+    assert torch.equal(evaluator._agent.bias, agent.bias + 9)

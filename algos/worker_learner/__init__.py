@@ -1,0 +1,47 @@
+"""The shared code of the scripts: what they import, and what happens when.
+
+    run = Run(args, __file__, LIMITS)
+        checks the arguments, replaces every `auto`, joins the other learners, seeds torch
+    workers = Workers(run, collect)
+        makes the environments, here or in --num-workers processes
+    agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
+    rollout = workers.start(agent, args.num_steps)
+        starts the processes; `rollout` is zeros yet, tensors (num_steps, num_envs, ...)
+    replay = ReplayBuffer(run, rollout, args.buffer_size)    # where the algorithm has one
+    loss = run.compile(loss)
+        the same function, compiled as --compile says
+    step = run.start(agent=agent, optimizer=optimizer, workers=workers)
+        makes the run folder, or after --resume puts back what it holds; starts the evaluator
+    while step < args.total_steps:
+        rollout = workers.collect()            # collect(agent, envs, rollout), wherever they are
+        ...                                    # the algorithm; between backward() and step():
+        average_gradients(agent)               # over the learners; with one it does nothing
+        run.log_episodes(step, rollout)        # returns of the episodes that ended
+        run.log(step, losses)                  # metrics.csv and TensorBoard; UserError at NaN
+        run.evaluate(step)                     # if due, in the evaluator's process
+        run.checkpoint(step)                   # if due, or if Ctrl-C or SIGTERM asked to stop
+    return run.finish(step)
+        last checkpoint and evaluation, a summary; ends the processes
+
+`agent` is an `nn.Module` whose `forward` is the deterministic policy: raw observation in, action of
+the environment out. Weights and trajectories cross process borders in shared memory; the pipes
+carry only signals. Children die with their parent, however it dies. Several learners: learners.py.
+"""
+
+from algos.worker_learner.arguments import ReplayArgs, RunArgs, TransitionArgs, UserError, parse
+from algos.worker_learner.learners import (
+    Normalizer,
+    RewardScaler,
+    average_gradients,
+    mean_over_learners,
+    std_mean_over_learners,
+    var_mean_over_learners,
+    world_size,
+)
+from algos.worker_learner.replay import ReplayBuffer
+from algos.worker_learner.run import Result, Run
+from algos.worker_learner.workers import Workers
+
+__all__ = ["Normalizer", "ReplayArgs", "ReplayBuffer", "Result", "RewardScaler", "Run", "RunArgs"]
+__all__ += ["TransitionArgs", "UserError", "Workers", "average_gradients", "mean_over_learners"]
+__all__ += ["parse", "std_mean_over_learners", "var_mean_over_learners", "world_size"]

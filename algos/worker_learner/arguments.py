@@ -1,0 +1,261 @@
+"""The command line of every script, and the errors that a user sees: one sentence each."""
+
+import argparse
+import contextlib
+import copy
+import dataclasses
+import json
+import os
+import re
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import tyro
+from tqdm import tqdm
+
+import vec_envs
+from vec_envs.core import available_cores
+
+STAMP = "%Y%m%d-%H%M%S"  # of a run folder's default name
+
+
+class UserError(Exception):
+    """What went wrong, in one sentence; a script prints it without a traceback."""
+
+
+@dataclass
+class RunArgs:
+    """The command line that every script shares; a script may have defaults of its own."""
+
+    env: str = "Ant"
+    """environment: a name of vec_envs, a Gymnasium id, or package:Id-v0 (,option=value ...)"""
+    total_steps: int = 1_000_000
+    """how many environment steps to train for"""
+    num_envs: int = 0
+    """environments stepped together, all workers counted (0: 64; 4096 where a GPU simulates and
+    --total-steps are at least 100 rollouts of them)"""
+    seed: int = 0
+    """seed of everything that is random"""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """where networks and simulation run (auto: the GPU where there is one)"""
+    env_device: Literal["same", "cpu", "cuda"] = "same"
+    """where environments simulate (same: where the networks are, if they can; workers: the CPU)"""
+    num_workers: int = 0
+    """processes that collect (0: this one, right for GPU and MuJoCo environments)"""
+    env_threads: int = 0
+    """threads that step MuJoCo on a CPU (0: one a core, shared among the workers)"""
+    torch_threads: int = 0
+    """threads of the learner's tensor operations on a CPU (0: all where that is faster)"""
+    run_dir: str = ""
+    """folder of this run (empty: runs/{env}__{script}__{seed}__{time})"""
+    resume: str = ""
+    """go on with the run in this folder, with its arguments"""
+    eval_every: int = 100_000
+    """steps between evaluations of the deterministic policy (0: only at the end); if these take
+    longer than the training between them, some are left out"""
+    eval_episodes: int = 10
+    """episodes of one evaluation"""
+    checkpoint_every: int = 100_000
+    """steps between checkpoints (ten minutes at most)"""
+    compile: Literal["auto", "none", "rollout", "default", "graphs"] = "auto"
+    """torch.compile. rollout: of rollouts up to 16 steps where environments are tensor operations;
+    default: of these and of the losses; graphs: with CUDA graphs (GPU only); auto: default on a
+    GPU, and on a CPU for many updates of narrow networks, else none"""
+
+
+@dataclass
+class ReplayArgs(RunArgs):
+    """What scripts with a replay buffer share besides."""
+
+    save_replay: bool = True
+    """save the replay buffer in the checkpoint; without it a resumed run fills it anew"""
+    log_every: int = 1000
+    """steps between entries of the losses in metrics.csv"""
+
+
+@dataclass
+class TransitionArgs(ReplayArgs):
+    """What scripts share besides that sample single transitions from the replay buffer."""
+
+    n_step: int = 1
+    """rewards summed before the target network's value is added (multi-step returns)"""
+    prioritized: bool = False
+    """sample in proportion to the TD error (Schaul 2016) instead of uniformly"""
+
+
+RUN_LIMITS = {
+    **dict.fromkeys(("total_steps", "checkpoint_every", "log_every", "n_step"), (1, None)),
+    **dict.fromkeys(("num_workers", "env_threads", "torch_threads"), (0, 1024)),
+    **{"num_envs": (0, 2**20), "seed": (0, 2**31 - 1), "eval_episodes": (1, 10_000)},
+}
+
+# What N learners divide among themselves, where a script has it.
+SHARED = "num_envs", "num_workers", "minibatch_size", "batch_size", "hterm_windows"
+
+# What the machine decides when a run begins: who resumes it may say so again.
+AUTO = {"device": "auto", "env_device": "same", "num_envs": 0, "torch_threads": 0}
+AUTO |= {"compile": "auto"}
+
+
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def check_args(args: Any, limits: dict[str, tuple]) -> None:
+    """UserError for a number outside of its (smallest, largest) value, by default (0, None)."""
+    for name, value in vars(args).items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        low, high = limits.get(name, (0, None))
+        if not (low is None or value >= low) or not (high is None or value <= high):
+            allowed = f"at least {low}" if high is None else f"from {low} to {high}"
+            raise UserError(f"{flag(name)} is {value}; allowed is {allowed}")
+        bits, largest = (32, 3e38) if isinstance(value, float) else (64, 2**63 - 1)
+        if not abs(value) <= largest:
+            raise UserError(f"{flag(name)} is {value}; it must be a finite number of {bits} bits")
+
+
+def resolve(args: RunArgs, script: str, limits: dict[str, tuple]) -> RunArgs:
+    """The arguments checked, with what depends on the machine decided."""
+    check_args(args, {**RUN_LIMITS, **limits})
+    args, gpu, warmup = copy.copy(args), torch.cuda.is_available(), getattr(args, "warmup_steps", 0)
+    if args.total_steps < warmup:
+        least = f"at least --warmup-steps, {warmup}, before which nothing is learned"
+        raise UserError(f"--total-steps is {args.total_steps}; allowed is {least}")
+    if args.env_device == "cuda" and args.num_workers:
+        raise UserError("--env-device is cuda, but --num-workers simulate on the CPU; drop one")
+    for name, other in (("device", "auto"), ("env_device", "same")):
+        if getattr(args, name) == "cuda" and not gpu:
+            advice = f"for a new run use cpu or {other}"
+            raise UserError(f"{flag(name)} is cuda, but torch finds no CUDA device; {advice}")
+    if args.device == "auto":
+        args.device = "cuda" if gpu else "cpu"
+    if args.env_device == "same" and not vec_envs.simulates_on_gpu(args.env):
+        args.env_device = "cpu"
+    if not args.num_envs:
+        where = args.device if args.env_device == "same" else args.env_device
+        enough = args.total_steps >= 100 * 4096 * getattr(args, "num_steps", 1)
+        args.num_envs = 4096 if where == "cuda" and enough and not args.num_workers else 64
+    if args.num_workers > args.num_envs:
+        raise UserError(f"--num-workers is {args.num_workers}, but --num-envs is {args.num_envs}")
+    args.run_dir = args.run_dir or default_run_dir(args, script, time.strftime(STAMP))
+    return args
+
+
+def default_run_dir(args: RunArgs, script: str, stamp: str) -> str:
+    return f"runs/{re.sub('[:/]', '-', args.env)}__{script}__{args.seed}__{stamp}"
+
+
+def learners_share(args: RunArgs, rank: int, learners: int, limits: dict[str, tuple]) -> RunArgs:
+    """The arguments of one of several learners: its part of SHARED, a seed, threads of its own."""
+    if learners == 1:
+        return args
+    args = copy.copy(args)
+    for name in (name for name in SHARED if hasattr(args, name)):
+        value = getattr(args, name)
+        low = limits.get(name, (int(name == "num_envs"), None))[0]
+        if value % learners or value // learners < low:
+            several = f"a multiple of {learners}" + f", {low * learners} or more" * (low > 1)
+            all_of = f"{flag(name)} is {value}, for all learners"
+            raise UserError(f"{all_of}; {learners} learners can share {several}")
+        setattr(args, name, value // learners)
+    here = int(os.environ["LOCAL_WORLD_SIZE"])
+    args.env_threads = max(1, (args.env_threads or available_cores()) // here)
+    args.seed = (args.seed + 15_485_863 * rank) % 2**31
+    return args
+
+
+def saved_args(given: RunArgs, script: str) -> RunArgs:
+    """The arguments in the folder given.resume; only --total-steps may be given anew."""
+    path = Path(given.resume) / "args.json"
+    try:
+        content = json.loads(path.read_text())
+        saved, made_by = type(given)(**content["args"]), content["script"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"--resume {given.resume}: {path} cannot be read ({error})") from None
+    if made_by != script:
+        raise UserError(f"--resume {given.resume}: that run is of {made_by}, not {script}")
+    typed = {word.partition("=")[0].replace("_", "-") for word in sys.argv}
+    typed |= {word.replace("--no-", "--", 1) for word in typed}
+    again = {**AUTO, "run_dir": given.resume, "resume": given.resume}
+    for field in dataclasses.fields(given):
+        name, value, before = field.name, getattr(given, field.name), getattr(saved, field.name)
+        unsaid = value == field.default and flag(name) not in typed
+        if unsaid or value in (before, again.get(name, before)):
+            continue
+        if name != "total_steps":
+            raise UserError(f"{flag(name)} is {value}, but a resumed run has its own; leave it out")
+        saved.total_steps = value
+        jumps = "every schedule that follows it (learning rate, exploration, beta) jumps"
+        tell(f"--total-steps was {before} and is now {value}: {jumps}.")
+    return dataclasses.replace(saved, run_dir=given.resume)
+
+
+def parse(args_class: type[RunArgs], tuned: dict[str, dict[str, Any]]) -> RunArgs:
+    """The command line, with the defaults that a script's table `tuned` has for its --env.
+
+    Flags that are given win over the table. A resumed run takes its arguments from its folder.
+    """
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--env", default=args_class.env)
+    first.add_argument("--resume")
+    given, _ = first.parse_known_args()
+    own = {} if given.resume else tuned.get(vec_envs.base_name(given.env), {})
+    sys.excepthook = say_in_one_sentence
+    return tyro.cli(args_class, default=args_class(**own))
+
+
+def say_in_one_sentence(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    """sys.excepthook of a script: no traceback for what its user can mend, or did."""
+    if kind is UserError:
+        print(error, file=sys.stderr)
+    elif kind is KeyboardInterrupt:  # while it trains, Run answers
+        print("Stopped", file=sys.stderr)
+    elif kind is BrokenPipeError:  # --help | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    elif isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(error):
+        asked = re.search(r"ried to allocate ([\d.]+ \w+)", str(error))
+        needed = f" for {asked[1]} more" if asked else ""
+        advice = "choose smaller sizes: networks, batches, --num-envs, --num-steps"
+        print(f"Not enough memory{needed}; {advice}", file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, trace)
+
+
+def tell(text: str) -> None:
+    """Print a line, on learner 0."""
+    if os.environ.get("RANK", "0") == "0":
+        to_terminal(tqdm.write, text)
+
+
+def warn(text: str) -> None:
+    """Print a warning, on any learner."""
+    to_terminal(tqdm.write, f"Warning: {text}")
+
+
+def to_terminal(function: Callable, *arguments: Any) -> None:
+    """Call what prints; a full disk or nobody reading is no reason to stop.
+
+    `python algos/ppo.py | tee log` is such a case: Ctrl-C ends tee as well.
+    """
+    with contextlib.suppress(OSError):
+        function(*arguments)
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def command_line(*words: str) -> str:
+    """A command for a shell in this folder, by the Python that runs now."""
+    found = shutil.which("python")
+    here = found is not None and Path(found).parent == Path(sys.executable).parent
+    return shlex.join(["python" if here else os.path.relpath(sys.executable), *words])

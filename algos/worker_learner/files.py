@@ -1,0 +1,173 @@
+"""What is in a run folder: its lock, metrics.csv, TensorBoard's file, checkpoints."""
+
+import contextlib
+import fcntl
+import os
+import socket
+import time
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from algos.worker_learner.arguments import UserError, warn
+
+LOCK_SECONDS = 5  # that a killed run may take to let go of its folder
+_LOCKS: dict[Path, int] = {}  # folders in which this process trains -> the handle with the lock
+_WARNED: set[str] = set()  # what could not be written the last time
+
+
+def lock(folder: Path) -> None:
+    """UserError while another process trains in the folder. A lock ends with its process."""
+    if folder.resolve() in _LOCKS:  # by a run of this process that raised
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    for _ in range(10 * LOCK_SECONDS + 1):
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(0.1)
+            continue
+        except OSError:  # a file system without locks
+            pass
+        _LOCKS[folder.resolve()] = handle
+        return
+    os.close(handle)
+    raise UserError(f"--run-dir or --resume {folder}: another process is training in it")
+
+
+def unlock(folder: Path) -> None:
+    if (handle := _LOCKS.pop(folder.resolve(), None)) is not None:
+        with contextlib.suppress(OSError):  # not by os.close alone: a forked child has it too
+            fcntl.flock(handle, fcntl.LOCK_UN)
+        os.close(handle)
+
+
+class Log:
+    """metrics.csv and TensorBoard's file: what `write` was given is in them when it returns.
+
+    Opened by a resumed run, both lose what comes again: all after `step`, and of evaluations in
+    `pending`. Not SummaryWriter, whose thread ends with a traceback when the disk is full.
+    """
+
+    def __init__(self, folder: Path, step: int, pending: set[int]):
+        from tensorboard.compat.proto import event_pb2
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        path, rows = folder / "metrics.csv", ["step,seconds,tag,value\n"]
+        text = path.read_text(errors="replace") if path.exists() else ""
+        for line in text.split("\n")[1:-1]:  # the last one is empty, or torn
+            at, *rest = line.split(",")
+            if at.isdecimal() and len(rest) == 3 and int(at) <= step:
+                if int(at) not in pending or not rest[1].startswith("eval/"):
+                    rows.append(f"{line}\n")
+        save("".join(rows), path)
+        self._csv, self._event = open(path, "a", buffering=1), event_pb2.Event
+        name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}"
+        self._tensorboard = RecordWriter(open(folder / name, "ab"))
+        self._write_event(file_version="brain.Event:2")
+        if step:  # hides what the killed run wrote after its checkpoint
+            begin = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+            self._write_event(step=step + 1, session_log=begin)
+
+    def write(self, step: int, seconds: float, metrics: dict[str, float]) -> None:
+        rows = (f"{step},{seconds:.3f},{tag},{value:.8g}\n" for tag, value in metrics.items())
+        quietly("metrics.csv", self._csv.write, "".join(rows))
+        points = [{"tag": tag, "simple_value": value} for tag, value in metrics.items()]
+        quietly("TensorBoard's file", self._write_event, step=step, summary={"value": points})
+
+    def _write_event(self, **content: Any) -> None:
+        event = self._event(wall_time=time.time(), **content)
+        self._tensorboard.write(event.SerializeToString())
+        self._tensorboard.flush()
+
+    def close(self) -> None:
+        quietly("metrics.csv", self._csv.close)
+        quietly("TensorBoard's file", self._tensorboard.close)
+
+
+def quietly(what: str, function: Callable, *arguments: Any, **options: Any) -> bool:
+    """Call a function that writes; a full disk is a warning, once, and training goes on."""
+    try:
+        function(*arguments, **options)
+        _WARNED.discard(what)
+        return True
+    except OSError as error:
+        if what not in _WARNED:
+            _WARNED.add(what)
+            warn(f"{what} could not be written ({error}); training goes on.")
+        return False
+
+
+def save(content: Any, path: Path, backup: bool = False) -> None:
+    """Text as such, else by torch.save: the file is new as a whole, or as it was before."""
+    temporary = path.with_suffix(".tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(content.encode()) if isinstance(content, str) else torch.save(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+    except BaseException as error:
+        temporary.unlink(missing_ok=True)
+        if isinstance(error.__context__, OSError):  # torch.save hides it behind its own
+            raise error.__context__ from None
+        raise
+    if backup and path.exists():
+        os.replace(path, path.with_suffix(".prev.pt"))
+    os.replace(temporary, path)
+
+
+def load_checked(path: Path) -> tuple[Any, str]:
+    """The content of a .pt file, or None and what is wrong with it.
+
+    torch.load notices a truncated file but not a flipped bit; the checksums inside do.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+            for entry in archive.infolist():
+                if entry.external_attr:  # not in the checksums; torch would see an empty folder
+                    damaged = entry.filename
+        if damaged is not None:
+            return None, f"wrong checksum of {damaged}"
+        # mmap: a large replay buffer is not in memory twice while it is copied to its place
+        return torch.load(path, weights_only=True, map_location="cpu", mmap=True), ""
+    except Exception as error:
+        return None, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+
+
+def read_checkpoint(path: Path, now: dict[str, Any] | None = None) -> dict[str, Any] | None:
+    """The newest intact checkpoint, `path` or its backup; with `now`, that of learner 0's step."""
+    problem = ""
+    for name in (path, path.with_suffix(".prev.pt")):
+        if not name.exists():
+            continue
+        content, wrong = load_checked(name)
+        if content and "run" not in content:
+            wrong = "a file of another kind"
+        if wrong:
+            problem = wrong
+            warn(f"{name} is damaged ({wrong}); trying the one before.")
+        elif all(content["run"][key] == now[key] for key in ("step", "world_size") if now):
+            if name != path:  # lest the next save replace it, and leave a worse one
+                os.replace(name, path)
+            return content
+    if problem and not now:
+        where = f"--resume {path.parent}"
+        raise UserError(f"{where}: no checkpoint in it is intact; nothing was changed")
+    return None  # killed before the first checkpoint: from the start, with the same seed
+
+
+def snapshot(network: nn.Module) -> dict[str, Tensor]:
+    return {name: x.cpu().clone() for name, x in network.state_dict().items()}
+
+
+def what_fits(thing: Any, saved: dict[str, Any]) -> dict[str, Any]:
+    """`saved`, but a network's tensors whose shape follows the number of learners as they are."""
+    if not isinstance(thing, nn.Module):
+        return saved
+    now = thing.state_dict()
+    return {k: x if x.shape == now[k].shape else now[k] for k, x in saved.items()}

@@ -1,0 +1,239 @@
+"""Several learners: how torchrun's processes find each other, and averages over all of them.
+
+`torchrun --nproc-per-node N algos/ppo.py --env Ant` starts N processes. The flags describe the
+whole run: each learner has an N-th of the envs, the workers and the batch, and its own seeds and
+replay buffer; `step` counts the steps of all. They begin with learner 0's weights and average their
+gradients; what is computed over a batch (statistics of a normaliser, the mean of the advantages, a
+KL divergence) comes from `…_over_learners`: N learners do what one would do with the whole batch.
+Learner 0 evaluates, logs, prints and saves; the others save theirs as checkpoint.rankK.pt, for the
+envs, replay buffer and random generator in it. With --max-restarts torchrun starts dead learners
+again, and nodes may come and go (--nnodes=1:2): all go on from the last checkpoint in the
+--run-dir, which every node must see, as many as there are then.
+"""
+
+import contextlib
+import dataclasses
+import importlib
+import itertools
+import os
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.nn.functional import all_reduce
+
+from algos.worker_learner.arguments import STAMP, RunArgs, UserError, default_run_dir
+
+_RUNS = itertools.count()  # of this process: torchrun starts it again with the same numbers
+_JOINS = itertools.count()  # the process groups that it has had
+
+# What gloo, nccl and the store say when another process is gone or out of reach.
+GONE = r"[Cc]onnection|by peer|[Tt]imed? ?out|[Bb]roken pipe|[Ss]ocket|remote process"
+
+
+def world_size() -> int:
+    """How many processes learn together: 1 without torchrun."""
+    return distributed.get_world_size() if distributed.is_initialized() else 1
+
+
+def average_gradients(*things: nn.Module | nn.Parameter) -> None:
+    """Replace every gradient of modules or parameters by its mean over the learners.
+
+    Where each learner's loss is a mean over its N-th of a batch, that is the gradient of the mean
+    over the whole batch. One all-reduce of one vector; with one learner nothing.
+    """
+    if world_size() == 1:
+        return
+    parameters = ([x] if isinstance(x, Tensor) else x.parameters() for x in things)
+    gradients = [p.grad for p in itertools.chain(*parameters) if p.grad is not None]
+    vector = _all_reduce(torch.cat([x.flatten() for x in gradients]).div_(world_size()))
+    for gradient, mean in zip(gradients, vector.split([x.numel() for x in gradients]), strict=True):
+        gradient.copy_(mean.view_as(gradient))
+
+
+def mean_over_learners(x: Tensor) -> Tensor:
+    """The mean of the learners' x, with a gradient; with one learner, x itself.
+
+    m = 1/N Σ_i x_i, where the whole loss is a mean, 1/N Σ_j L_j(m): so is then its gradient.
+    """
+    return _mean(x) if world_size() > 1 else x
+
+
+def _mean(x: Tensor) -> Tensor:
+    with _one_sentence_if_alone():
+        return all_reduce(x / world_size())
+
+
+def never_compile_averages() -> None:
+    """What learners tell each other interrupts what is compiled."""
+    global _mean
+    _mean = torch.compiler.disable(_mean)
+
+
+def var_mean_over_learners(
+    x: Tensor, dim: int | None = None, keepdim: bool = False
+) -> tuple[Tensor, Tensor]:
+    """torch.var_mean(x, dim, correction=0) of the union of all learners' x, all of one shape."""
+    mean = x.mean(dim, keepdim=True)
+    var = (x - mean).square().mean(dim, keepdim=keepdim)  # torch.var_mean is slow on a CPU
+    mean = mean.view_as(var)
+    if world_size() == 1:
+        return var, mean
+    mean = mean.double()  # in which E[x²] − E[x]² loses nothing that counts
+    mean, square = mean_over_learners(torch.stack((mean, var + mean.square())))
+    return (square - mean.square()).clamp(min=0).to(var), mean.to(var)
+
+
+def std_mean_over_learners(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x.std() and x.mean() of the union of all learners' x, all of one shape."""
+    if world_size() == 1:
+        return x.std(), x.mean()
+    var, mean = var_mean_over_learners(x)
+    size = x.numel() * world_size()
+    return (var * (size / (size - 1))).sqrt(), mean
+
+
+class Normalizer(nn.Module):
+    """Observations with mean 0 and variance 1, by the statistics of all that was seen.
+
+    These are buffers: saved with the agent, and fixed from one `update` to the next.
+    """
+
+    def __init__(self, size: int):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(size))
+        self.register_buffer("var", torch.ones(size))
+        self.register_buffer("count", torch.tensor(0.0))
+
+    def forward(self, x: Tensor) -> Tensor:  # (..., size)
+        return ((x - self.mean) * torch.rsqrt(self.var + 1e-8)).clamp(-10, 10)
+
+    @torch.no_grad()
+    def update(self, x: Tensor) -> None:
+        """Take in all learners' x (..., size); Chan's formula for the variance of a union."""
+        x = x.reshape(-1, x.shape[-1])
+        var, mean = var_mean_over_learners(x, 0)
+        size = len(x) * world_size()
+        self.count.add_(size)
+        share = size / self.count
+        between = (mean - self.mean).square() * (1 - share)
+        self.mean.lerp_(mean, share)
+        self.var.lerp_(var + between, share)
+
+
+class RewardScaler(nn.Module):
+    """Rewards divided by the standard deviation of the discounted return, G ← γ G + r."""
+
+    def __init__(self, num_envs: int, gamma: float):
+        super().__init__()
+        self.gamma = gamma
+        self.register_buffer("discounted_return", torch.zeros(num_envs))
+        self.statistics = Normalizer(1)
+
+    @torch.no_grad()
+    def forward(self, reward: Tensor, done: Tensor) -> Tensor:  # both (T, N)
+        returns = torch.empty_like(reward)
+        for t in range(len(reward)):
+            self.discounted_return.mul_(self.gamma).add_(reward[t])
+            returns[t] = self.discounted_return
+            self.discounted_return.masked_fill_(done[t], 0)
+        self.statistics.update(returns.unsqueeze(-1))
+        return self.scale(reward)
+
+    def scale(self, reward: Tensor) -> Tensor:
+        """Rewards (...) by the present statistics, which stay as they are."""
+        return (reward * torch.rsqrt(self.statistics.var + 1e-8)).clamp(-10, 10)
+
+
+# How they find each other.
+
+
+def join_learners() -> bool:
+    """Become one of torchrun's learners; False without torchrun."""
+    if not distributed.is_torchelastic_launched() or distributed.is_initialized():
+        return distributed.is_initialized()
+    variables, where = os.environ, {}
+    if (store := _engines_store()) is not None:
+        # What the dead have left there must not be read again. Each node counts its own restarts.
+        if variables["GROUP_WORLD_SIZE"] != "1" and variables["TORCHELASTIC_MAX_RESTARTS"] != "0":
+            needed = "the environment variable TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+            raise UserError(
+                f"--max-restarts is set, on several nodes; torchrun then needs {needed}"
+            )
+        start = f"start {variables['TORCHELASTIC_RESTART_COUNT']}.{next(_JOINS)}"
+        where = {"store": distributed.PrefixStore(start, store)}
+        where |= {"rank": int(variables["RANK"]), "world_size": int(variables["WORLD_SIZE"])}
+    # Adam imports this. Imported later it keeps the process group, whose threads, still there when
+    # Python ends, then abort the learner now and then ("terminate called without ...").
+    importlib.import_module("torch._dynamo")
+    cuda = torch.cuda.is_available() and distributed.is_nccl_available()
+    distributed.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", **where)
+    return True
+
+
+def leave_learners() -> None:
+    if distributed.is_torchelastic_launched() and distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
+def restarted_args(args: RunArgs, script: str) -> RunArgs:
+    """What a learner goes on with that torchrun started: again, or on a node that joined.
+
+    The command is the same each time: where its run folder holds a run, that is resumed. The time
+    in a folder's default name is that of the first start, which torchrun's store remembers.
+    """
+    run = next(_RUNS)
+    if args.resume:
+        return args
+    if not args.run_dir:
+        if (store := _engines_store()) is None:
+            raise UserError("--run-dir is empty; learners that are started again need to know it")
+        stamp = store.compare_set(f"crane_rl/{run}", "", time.strftime(STAMP)).decode()
+        args = dataclasses.replace(args, run_dir=default_run_dir(args, script, stamp))
+    exists = from_learner_0((Path(args.run_dir) / "args.json").exists())
+    return dataclasses.replace(args, resume=args.run_dir) if exists else args
+
+
+def _engines_store() -> distributed.Store | None:
+    """torchrun's own store, where it has one: it outlives the learners."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return distributed.TCPStore(address, port, is_master=False)
+
+
+def largest_over_learners(value: int) -> int:
+    """The largest value that a learner has; returns when all have asked."""
+    if world_size() == 1:
+        return value
+    return int(_all_reduce(torch.tensor(value), distributed.ReduceOp.MAX))
+
+
+def from_learner_0(thing: Any) -> Any:
+    """What learner 0 has, for all of them."""
+    things = [thing]
+    if world_size() > 1:
+        with _one_sentence_if_alone():
+            distributed.broadcast_object_list(things, device=torch.device("cpu"))
+    return things[0]
+
+
+def _all_reduce(x: Tensor, operation: Any = distributed.ReduceOp.SUM) -> Tensor:
+    with _one_sentence_if_alone():
+        distributed.all_reduce(x, operation)
+    return x
+
+
+@contextlib.contextmanager
+def _one_sentence_if_alone() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        reason, *_ = str(error).split(". ")
+        if not re.search(GONE, reason):  # an error of this process
+            raise
+        raise UserError(f"Another learner stopped ({reason})") from None

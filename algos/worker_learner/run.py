@@ -1,0 +1,398 @@
+"""One training run: its arguments, folder, logs, evaluations, checkpoints; how it is resumed."""
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from tqdm import tqdm
+
+from algos.worker_learner import arguments, engine, learners
+from algos.worker_learner.arguments import RunArgs, UserError, command_line, tell, to_terminal
+from algos.worker_learner.files import (
+    Log,
+    lock,
+    quietly,
+    read_checkpoint,
+    save,
+    snapshot,
+    unlock,
+    what_fits,
+)
+from algos.worker_learner.learners import from_learner_0, largest_over_learners, mean_over_learners
+from algos.worker_learner.workers import Evaluator, compare_returns, die_with
+from vec_envs.core import available_cores
+
+CHECKPOINT_SECONDS = 600  # after which a slow run is saved before --checkpoint-every says so
+OWN = "step", "seconds", "best_return", "last_return", "training_return"  # saved of a Run
+PUT_RANDOM = torch.set_rng_state, torch.cuda.set_rng_state
+
+
+@dataclass
+class Result:
+    """What `train` returns: where the run is and how well its policy did."""
+
+    run_dir: Path
+    step: int
+    seconds: float
+    last_return: float
+    best_return: float
+
+
+class Run:
+    """One training run: its arguments, folder, logs, evaluations and checkpoints.
+
+    `args` are those of this learner, one of `world_size`; a single one has all that was asked for.
+    `limits` maps an argument's name to the (smallest, largest) value allowed, None for no bound;
+    an argument that is not in it must be 0 or more.
+    Raises UserError, before anything is written, for arguments that cannot be.
+    """
+
+    def __init__(self, args: RunArgs, script: str, limits: dict[str, tuple]):
+        self.script, self._path = Path(script).stem, Path(script)
+        if learners.join_learners():
+            die_with(os.getppid())
+            args = learners.restarted_args(args, self.script)
+        self.world_size = learners.world_size()
+        self.rank = distributed.get_rank() if self.world_size > 1 else 0  # 0 speaks and saves
+        self.resumed = bool(args.resume)
+        args = arguments.saved_args(args, self.script) if self.resumed else args
+        self._whole_args = args = arguments.resolve(args, self.script, limits)
+        args.compile = engine.choose_compile(args, args.device)
+        args.torch_threads = engine.choose_threads(args)
+        self.args = args = arguments.learners_share(args, self.rank, self.world_size, limits)
+        self.dir, self.device = Path(args.run_dir), torch.device(args.device)
+        self._file = self.dir / (f"checkpoint.rank{self.rank}.pt" if self.rank else "checkpoint.pt")
+        engine.prepare(args, self.world_size)
+        torch.manual_seed(args.seed)
+        self.step = 0  # after the last iteration
+        self.seconds = 0.0  # of training, over all resumes
+        self.best_return, self.last_return, self.training_return = -math.inf, math.nan, math.nan
+        self._state: dict[str, Any] = {}  # name -> object with state_dict()
+        self._stop_signal, self._handlers = 0, {}
+        self._evaluator = self._log = self._bar = None
+
+    # The run's life: start, log, evaluate, checkpoint, finish.
+
+    def start(self, agent: nn.Module, **state: Any) -> int:
+        """Say what runs where; after --resume put the saved state back. Returns the step to go on.
+
+        `agent` and every object in `state` have `state_dict` and `load_state_dict`, and together
+        they are all that the future of the run depends on, besides torch's random generators.
+        """
+        self._state, workers, args = {"agent": agent, **state}, state["workers"], self.args
+        try:
+            self.dir.mkdir(parents=True, exist_ok=True)
+            if self.rank == 0:
+                lock(self.dir)  # who still trains there may save once more
+            pending = self._load_state()
+            if self.step and not workers.go_on:
+                where = "in workers, on a GPU, by Gymnasium or for other learners"
+                tell(f"Not exact: the environments, which run or ran {where}, start new episodes.")
+                workers.start_anew(self.step)
+                self.end_episodes()
+            if self.rank == 0:
+                self._open_files({step for step, _ in pending})
+            self._describe(agent)
+            with contextlib.suppress(ValueError):  # not the main thread
+                for number in (signal.SIGINT, signal.SIGTERM):
+                    self._handlers[number] = signal.signal(number, self._on_signal)
+            if self.rank == 0:
+                self._evaluator = Evaluator(args, agent)
+        except BaseException as error:
+            self.close()
+            if isinstance(error, OSError):
+                raise UserError(f"--run-dir {self.dir}: {error.strerror}") from None
+            raise
+        for step, weights in pending:
+            self._evaluator.submit(step, what_fits(agent, weights))
+        begin, often = min(self.step, args.total_steps), 0.5 if sys.stderr.isatty() else 30
+        self._bar = tqdm(total=args.total_steps, initial=begin, unit="step", unit_scale=True,
+                         mininterval=often, dynamic_ncols=True, disable=self.rank > 0)  # fmt: skip
+        self._saved_at = time.perf_counter()
+        self._began = self._saved_at - self.seconds
+        self._warm: tuple[int, float] | None = None  # step and time at the first logged update
+        return self.step
+
+    def compile(self, *functions: Callable) -> Any:
+        """Loss functions (of tensors with gradient) compiled as --compile says; one, or a tuple."""
+        if self.args.compile not in ("none", "rollout"):
+            if self.world_size > 1:
+                learners.never_compile_averages()
+            functions = tuple(engine.compiled(function, self.args) for function in functions)
+        return functions[0] if len(functions) == 1 else functions
+
+    def log(self, step: int, losses: dict[str, Tensor], **charts: Tensor | float) -> None:
+        """Write losses/… and charts/… to metrics.csv and TensorBoard; UserError at NaN or infinity.
+
+        `charts/SPS` is added: environment steps per second since the first update that was logged,
+        thus without random actions at the beginning, and without compilation.
+        """
+        self.seconds = time.perf_counter() - self._began
+        metrics = {f"losses/{name}": value.detach() for name, value in losses.items()}
+        metrics |= {f"charts/{name}": value for name, value in charts.items()}
+        numbers = [torch.as_tensor(x, device=self.device).double() for x in metrics.values()]
+        numbers = mean_over_learners(torch.stack(numbers)).tolist()  # one transfer for all
+        metrics = dict(zip(metrics, numbers, strict=True))
+        for tag, value in metrics.items():
+            if not math.isfinite(value):
+                self.fail(f"{tag} is {value} at step {step}: training stopped")
+        if self._warm is not None and self.seconds > self._warm[1]:
+            metrics["charts/SPS"] = (step - self._warm[0]) / (self.seconds - self._warm[1])
+        elif losses:
+            self._warm = (step, self.seconds)
+        self._write(step, "", metrics)
+        shown = self.training_return if math.isnan(self.last_return) else self.last_return
+        if not math.isnan(shown):
+            self._bar.set_postfix_str(f"return {shown:.0f}", refresh=False)
+        to_terminal(self._bar.update, min(step, self.args.total_steps) - self._bar.n)
+
+    def log_episodes(self, step: int, batch: dict[str, Tensor]) -> None:
+        """Log mean return and length of the training episodes that ended in a batch.
+
+        The batch has `done`, `episode_return` and `episode_length`, each (time, env).
+        """
+        self.seconds = time.perf_counter() - self._began
+        if self.world_size == 1 and not batch["done"].any():
+            return
+        done = batch["done"].float()
+        sums = [(batch[name] * done).sum() for name in ("episode_return", "episode_length")]
+        count, *sums = mean_over_learners(torch.stack([done.sum(), *sums])).tolist()
+        if count:
+            self.training_return, length = (total / count for total in sums)
+            found = {"return": self.training_return, "length": length}
+            self._write(step, "charts/episodic_", found)
+
+    def evaluate(self, step: int) -> None:
+        """Hand the present policy to the evaluator if one is due; log what it has found by now."""
+        every = self.args.eval_every  # self.step: that of the iteration before
+        if every and step // every > self.step // every and step < self.args.total_steps:
+            self._submit(step)
+        self._collect_evaluations()
+
+    def checkpoint(self, step: int) -> None:
+        """Save if a checkpoint is due. After SIGINT or SIGTERM: save, say how to resume, exit."""
+        before, self.step = self.step, step
+        late = time.perf_counter() - self._saved_at > CHECKPOINT_SECONDS
+        wish = largest_over_learners(self._stop_signal or int(late))  # all stop, or save, or none
+        if wish > 1:  # a signal: SIGINT is 2, SIGTERM 15
+            but = "" if self._save() else ", which could not be saved"
+            self.close()
+            torchrun = f"-m torch.distributed.run --nproc-per-node {self.world_size}".split()
+            script = [*(torchrun if self.world_size > 1 else ()), os.path.relpath(self._path)]
+            command = command_line(*script, "--resume", str(self.dir))
+            tell(f"\nStopped at step {step}{but}. Go on with:\n    {command}")
+            raise SystemExit(128 + wish)
+        if wish or step // self.args.checkpoint_every > before // self.args.checkpoint_every:
+            self._save()
+
+    def finish(self, step: int) -> Result:
+        """Last checkpoint and evaluation, and a summary."""
+        self.step = step
+        self._save()
+        learners.leave_learners()
+        episodes, seconds = self.args.eval_episodes, self.seconds
+        if self.rank == 0:
+            self._submit(step)
+            tell(f"Evaluating the last policy over {episodes} episodes ...")
+            while self._evaluator.pending:
+                self._collect_evaluations(wait=0.2)
+                if self._stop_signal:
+                    self.checkpoint(step)
+            self._began = time.perf_counter() - seconds  # to wait is not to train
+            self._save()  # the evaluations it waited for are no longer pending
+        self.close()
+        play = command_line(os.path.relpath(self._path.with_name("play.py")), str(self.dir))
+        tell(
+            f"\nDone: {step} steps in {seconds:.0f} s. Deterministic return over {episodes} "
+            f"episodes: last {self.last_return:.1f}, best {self.best_return:.1f}.\n"
+            f"{compare_returns(self._state['workers'].envs)}Score, watch or film it: {play}"
+        )
+        return Result(self.dir, step, seconds, self.last_return, self.best_return)
+
+    def close(self) -> None:
+        """End the child processes and close the files; safe to call twice."""
+        if self._evaluator is not None:
+            self._evaluator.close()
+        if self._state:
+            self._state["workers"].close()
+        if self._bar is not None:
+            to_terminal(self._bar.close)
+        if self._log is not None:
+            self._log.close()
+        unlock(self.dir)
+        learners.leave_learners()
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        self._handlers.clear()
+
+    def fail(self, message: Any) -> None:
+        """Close, and raise a UserError."""
+        self.close()
+        good = self.dir / "checkpoint.pt"
+        hint = f"; the last good checkpoint is {good}" if good.exists() else ""
+        raise UserError(f"{message}{hint}") from None
+
+    def end_episodes(self) -> None:
+        """What is collected from now on is of other episodes than what a replay buffer has last."""
+        for thing in self._state.values():
+            if hasattr(thing, "end_episodes"):
+                thing.end_episodes()
+
+    def check_rollout(self, rollout: dict[str, Tensor]) -> None:
+        """UserError that names the first NaN or infinity in a rollout (time, env, ...)."""
+        floats = {name: x for name, x in rollout.items() if x.is_floating_point()}
+        if math.isfinite(sum(x.sum() for x in floats.values())):  # one transfer for all
+            return
+        wrong = {name: (~x.isfinite()).nonzero() for name, x in floats.items()}
+        firsts = [(places[0].tolist(), name) for name, places in wrong.items() if len(places)]
+        if firsts:  # else only the sum was too large
+            place, name = min(firsts, key=lambda first: first[0][0])
+            step = self.step + (place[0] + 1) * self.args.num_envs * self.world_size
+            self.fail(f"{name} is {rollout[name][tuple(place)]} at step {step}: training stopped")
+
+    # Evaluations, signals, what is said.
+
+    def _submit(self, step: int) -> None:
+        if self.rank == 0:
+            self._evaluator.submit(step, snapshot(self._state["agent"]))
+
+    def _collect_evaluations(self, wait: float = 0.0) -> None:
+        try:
+            results = self._evaluator.results(wait) if self.rank == 0 else []
+        except UserError as error:
+            self.fail(error)
+        for step, weights, (mean, std, length) in results:
+            if not math.isfinite(mean):
+                self.fail(f"the return of the evaluation at step {step} is {mean}")
+            self.last_return = mean
+            found = {"return": mean, "return_std": std, "length": length}
+            self._write(step, "eval/episodic_", found)
+            if mean > self.best_return:
+                self.best_return = mean
+                self._save_policy("best.pt", step, mean, weights)
+
+    def _write(self, step: int, prefix: str, metrics: dict[str, float]) -> None:
+        if self.rank == 0:
+            metrics = {prefix + tag: value for tag, value in metrics.items()}
+            self._log.write(step, self.seconds, metrics)
+
+    def _on_signal(self, number: int, frame: Any) -> None:
+        asked, self._stop_signal = self._stop_signal, self._stop_signal or number
+        if self.world_size > 1:  # torchrun passes signals on, and kills who does not stop
+            return
+        if asked:
+            self.close()
+            raise SystemExit(128 + number)
+        with contextlib.suppress(RuntimeError):  # it came during another print
+            tell("Stopping after this iteration; once more to stop at once, without saving.")
+
+    def _describe(self, agent: nn.Module) -> None:
+        args, count = self.args, sum(p.numel() for p in agent.parameters())
+        device = torch.cuda.get_device_name() if self.device.type == "cuda" else "CPU"
+        compiled = "not compiled" if args.compile == "none" else f"compiled ({args.compile})"
+        where = f"{args.num_workers} worker processes" if args.num_workers else "this process"
+        if self.device.type == "cuda" and (args.num_workers or args.env_device == "cpu"):
+            where += " on the CPU"
+        if self.world_size > 1:
+            where += f" of each of {self.world_size} learners"
+        threads = f"{args.torch_threads} torch thread" + "s" * (args.torch_threads > 1)
+        tell(
+            f"{self.script} on {args.env}: {args.num_envs} environments in {where}, {device}, "
+            f"{args.env_threads or available_cores()} simulation threads, {threads}, {compiled}, "
+            f"{count} parameters, seed {args.seed}\n"
+            f"{f'Resumed at step {self.step} in' if self.resumed else 'Run folder'} {self.dir}"
+            f"   (curves: tensorboard --logdir {self.dir.parent})"
+        )
+
+    # Files.
+
+    def _open_files(self, pending: set[int]) -> None:
+        if not self.resumed and (self.dir / "args.json").exists():
+            advice = f"resume it (--resume {self.dir}) or name another folder"
+            raise UserError(f"--run-dir {self.dir} holds a run already; {advice}")
+        content = {"script": self.script, "args": dataclasses.asdict(self._whole_args)}
+        save(json.dumps(content, indent=2) + "\n", self.dir / "args.json")
+        if self.step >= self.args.total_steps:
+            pending = {*pending, self.step}  # `finish` evaluates again
+        self._log = Log(self.dir, self.step, pending)
+
+    def _save(self) -> bool:
+        """Write checkpoint.pt so that at every moment a good one exists, and last.pt beside it."""
+        for name, x in self._state["agent"].state_dict().items():
+            if x.is_floating_point() and not x.isfinite().all():
+                self.fail(f"{name} has NaN or infinity at step {self.step}: training stopped")
+        self._saved_at = time.perf_counter()
+        self.seconds = self._saved_at - self._began
+        content = {name: thing.state_dict() for name, thing in self._state.items()}
+        content["run"] = {name: getattr(self, name) for name in ("world_size", *OWN)}
+        cuda = [torch.cuda.get_rng_state()] if self.device.type == "cuda" else []
+        content["run"]["random"] = [torch.get_rng_state(), *cuda]
+        if self.rank > 0:  # first: where learner 0's file is, there are the others'
+            saved = quietly(self._file.name, save, content, self._file, True)
+            largest_over_learners(0)
+            return saved
+        largest_over_learners(0)
+        content["pending_evaluations"] = list(self._evaluator.pending)
+        saved = quietly(self._file.name, save, content, self._file, True)
+        weights = snapshot(self._state["agent"])
+        self._save_policy("last.pt", self.step, self.last_return, weights)
+        return saved
+
+    def _save_policy(self, name: str, step: int, mean_return: float, weights: dict) -> None:
+        content = {"script": self.script, "args": dataclasses.asdict(self.args), "step": step}
+        content |= {"return": mean_return, "agent": weights}
+        quietly(name, save, content, self.dir / name)
+
+    def _load_state(self) -> list[tuple[int, dict]]:
+        """Put back what is saved, or begin all with learner 0's weights -> pending evaluations.
+
+        Where one lacks a file of its own (there were fewer), all take networks and optimizers only.
+        """
+        saved = read_checkpoint(self._file) if self.resumed and self.rank == 0 else None
+        now = from_learner_0(saved and saved["run"])
+        if now is None and self.world_size == 1:
+            return []
+        if now and self.rank > 0:
+            saved = read_checkpoint(self._file, now)
+        inexact = saved is None or now["world_size"] != self.world_size
+        if largest_over_learners(int(inexact)):
+            kinds = nn.Module | torch.optim.Optimizer if now else nn.Module
+            state = {name: x for name, x in self._state.items() if isinstance(x, kinds)}
+            content = {}
+            if self.rank == 0:
+                content = {k: saved[k] if saved else snapshot(x) for k, x in state.items()}
+            for name, x in from_learner_0(content).items():
+                state[name].load_state_dict(what_fits(state[name], x))
+            if now:
+                self._load_own(now)
+                torch.manual_seed(self.args.seed + self.step)
+                self._state["workers"].go_on = False
+                why = f"{now['world_size']} learner(s) saved, now there are {self.world_size}"
+                tell(f"Not exact: {why}, or a file is missing. Replay buffers fill anew.")
+            return saved["pending_evaluations"] if saved and self.rank == 0 else []
+        try:
+            for name, thing in self._state.items():
+                thing.load_state_dict(saved[name])
+            self._load_own(saved["run"])
+        except (RuntimeError, LookupError, ValueError, TypeError) as error:
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            misfit = f"{self._file.name} does not fit args.json and {self.script}.py ({reason})"
+            raise UserError(f"--resume {self.dir}: {misfit}") from None
+        return saved.get("pending_evaluations", [])
+
+    def _load_own(self, saved: dict[str, Any]) -> None:
+        for name in OWN:
+            setattr(self, name, saved[name])
+        for put, state in zip(PUT_RANDOM, saved["random"], strict=False):
+            put(state)

@@ -1,0 +1,395 @@
+"""The processes of a run: workers that collect, and an evaluator that scores the policy."""
+
+import contextlib
+import copy
+import ctypes
+import dataclasses
+import itertools
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection
+from typing import Any
+
+import gymnasium
+import torch
+import torch.multiprocessing
+from torch import Tensor, distributed, nn
+from tqdm import tqdm
+
+import vec_envs
+from algos.worker_learner.arguments import RunArgs, UserError, warn
+from algos.worker_learner.engine import compiled_rollout
+from algos.worker_learner.learners import world_size
+from vec_envs.core import Elsewhere, available_cores
+
+MAX_RESTARTS = 3  # of a child process that dies, before the run gives up
+SILENT_SECONDS, AGAIN_SECONDS = 60, 300  # until a silent worker is named, and named again
+LONGEST_EVALUATION = 20_000  # steps, for environments whose episodes need not end
+SHARED_MEMORY = "/dev/shm"
+
+
+class Child:
+    """A process that runs `function(pipe, restarts, *arguments)` and dies with this one.
+
+    It answers every message with one message; an answer ("error", text) is raised as a UserError.
+    When it dies it is started again, up to MAX_RESTARTS times, and asked the same again.
+    """
+
+    def __init__(self, name: str, function: Callable, *arguments: Any):
+        self.name, self._function, self._arguments = name, function, arguments
+        self.restarts, self._question = 0, None
+        self._start()
+
+    def _start(self) -> None:
+        context = torch.multiprocessing.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        arguments = self._function, theirs, os.getpid(), self.restarts, *self._arguments
+        self.process = context.Process(target=_child_main, args=arguments, daemon=True)
+        resource_tracker.ensure_running()  # it would be started below, and unblock the signal
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # not for the child
+        try:
+            self.process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        theirs.close()  # so that its death is an end of file here
+
+    def ask(self, question: Any) -> None:
+        self._question = question
+        with contextlib.suppress(OSError):  # it is dead: answer() sees the same and starts another
+            self.pipe.send(question)
+
+    def answer(self, wait: float | None = None) -> Any:
+        """Its answer, or None after `wait` seconds without one (default: as long as it lives)."""
+        silent = SILENT_SECONDS
+        while True:
+            try:
+                if not self.pipe.poll(silent if wait is None else wait):
+                    if wait is not None:
+                        return None
+                    warn(f"{self.name} has not answered for {silent} s: does it hang?")
+                    silent = AGAIN_SECONDS
+                    continue
+                answer = self.pipe.recv()
+            except (EOFError, OSError):
+                self.process.join(1)
+                self.close()  # it may live on without its pipe, and write where its successor does
+                code = self.process.exitcode
+                if self.restarts == MAX_RESTARTS:
+                    died = f"process died {MAX_RESTARTS + 1} times (exit code {code})"
+                    raise UserError(f"{self.name} {died}") from None
+                self.restarts += 1
+                warn(f"a child process died ({self.name}, {code}); restarting it.")
+                self._start()
+                self.ask(self._question)
+                continue
+            if isinstance(answer, tuple) and answer[0] == "error":
+                raise UserError(f"{self.name} failed: {answer[1]}")
+            return answer
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
+
+
+def _child_main(function: Callable, pipe: Connection, parent: int, *arguments: Any) -> None:
+    die_with(parent)
+    if distributed.is_torchelastic_launched():  # its signals are for the learner to answer
+        os.setpgrp()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    torch.set_num_threads(1)
+    tqdm.set_lock(threading.RLock())  # torch.compile uses tqdm, whose own lock is a semaphore
+    try:
+        function(pipe, *arguments)
+    except (EOFError, BrokenPipeError):  # the parent is gone
+        pass
+    except BaseException as error:
+        if not isinstance(error, UserError | ValueError):
+            traceback.print_exc()
+        pipe.send(("error", f"{type(error).__name__}: {error}"))
+
+
+def die_with(parent: int) -> None:
+    """Have the kernel kill this process when its parent ends, however it ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def shared(agent: nn.Module, tensors: dict, what: str) -> tuple[nn.Module, dict[str, Tensor]]:
+    """Copies that several processes see. UserError if there is no room, as in Docker's 64 MB:
+    the system would let us allocate, and kill who writes there first.
+    """
+    sizes = (
+        x.numel() * x.element_size() for x in (*agent.state_dict().values(), *tensors.values())
+    )
+    if os.path.isdir(SHARED_MEMORY) and (needed := sum(sizes)) > (free := _free(SHARED_MEMORY)):
+        there = f"{needed >> 20} MiB of shared memory where {free >> 20} MiB are free"
+        advice = f"give it more (Docker: docker run --shm-size {(needed >> 19) + 64}m)"
+        raise UserError(f"{what}: needs {there} in {SHARED_MEMORY}; {advice}")
+    agent = copy.deepcopy(agent).cpu().share_memory()
+    return agent, {k: x.cpu().clone().share_memory_() for k, x in tensors.items()}
+
+
+def _free(folder: str) -> int:
+    status = os.statvfs(folder)
+    return status.f_bavail * status.f_frsize
+
+
+class Workers:
+    """The collecting half: envs in this process (num_workers 0) or split over N processes.
+
+    `collect(agent, envs, rollout)` steps `envs` with `agent` and fills the tensors of `rollout`,
+    each (time, env, ...). Worker processes fill their own columns of the same tensors, which then
+    lie in shared memory; `agent` there is a copy that is refreshed before each collection. With
+    `ahead`, for off-policy learners, they collect the next rollout while the learner learns;
+    `policy_lag` is how many steps of all envs older than the learner's the weights then were that
+    collected the last rollout (0: none, or it was collected here).
+    `actions`, that a script can choose, are "any", "bounded" (continuous) or "discrete". A script
+    for several agents says so by `multi_agent`, and gets their axis as the third.
+    """
+
+    def __init__(
+        self, run: Any, collect: Callable, actions="any", ahead: bool = False, multi_agent=False
+    ):
+        self._run, self.args, self._collect, self._ahead = run, run.args, collect, ahead
+        self._asked, self.policy_lag = False, 0
+        self._children: list[Child] = []
+        args, here = run.args, not run.args.num_workers
+        device = torch.device("cpu")
+        if here:
+            device = run.device if args.env_device == "same" else torch.device(args.env_device)
+        self.envs = _make_envs(args, args.num_envs if here else 1, args.seed, device)
+        if multi_agent != (self.envs.num_agents is not None):
+            wants = "several agents (Spread, SpeakerListener)" if multi_agent else "a single one"
+            has = f"has {self.envs.num_agents or 1} agent(s)"
+            raise UserError(f"--env {args.env} {has}, but {run.script} is for {wants}")
+        self.observation_space = self.envs.single_observation_space
+        self.action_space = self.envs.single_action_space
+        _check_actions(args.env, self.action_space, actions, multi_agent)
+        self.exact_resume = here and device.type == "cpu" and self.envs.exact_resume
+        self.go_on = True  # with the episodes that were saved
+        if here and device.type != run.device.type:
+            self.envs = Elsewhere(self.envs, run.device)
+
+    def start(self, agent: nn.Module, num_steps: int, **extra: tuple) -> dict[str, Tensor]:
+        """Get ready to collect `num_steps` steps of every env by `agent` -> the empty rollout.
+
+        Its tensors are (num_steps, num_envs, ...): obs, action, reward, next_obs (the true
+        one, at an episode's end not the reset's), terminated, done (terminated or truncated),
+        episode_return, episode_length, and those in `extra`, by the shape of one entry.
+        """
+        args, device, self._agent = self.args, self._run.device, agent
+        agents = () if self.envs.num_agents is None else (self.envs.num_agents,)
+        obs, action = (*agents, *self.observation_space.shape), (*agents, *self.action_space.shape)
+        shapes = {"obs": obs, "action": action, "reward": agents, "next_obs": obs, **extra}
+        types = {"terminated": torch.bool, "done": torch.bool, "episode_length": torch.int64}
+        shapes |= dict.fromkeys((*types, "episode_return"), ())
+        if isinstance(self.action_space, gymnasium.spaces.Discrete):
+            types["action"] = torch.int64
+        self._rollout = {
+            name: torch.zeros(
+                num_steps, args.num_envs, *shape, dtype=types.get(name), device=device
+            )
+            for name, shape in shapes.items()
+        }
+        if not args.num_workers:
+            self._collect = compiled_rollout(self._collect, self.envs, args, num_steps)
+            self.envs.reset()
+            return self._rollout
+        self.envs.close()
+        self._begin = torch.zeros((), dtype=torch.int64).share_memory_()
+        self._shared_agent, self._shared = shared(agent, self._rollout, "--num-workers")
+        edges = [args.num_envs * i // args.num_workers for i in range(args.num_workers + 1)]
+        threads = max(1, (args.env_threads or available_cores()) // args.num_workers)
+        for index, (low, high) in enumerate(itertools.pairwise(edges)):
+            columns = {name: x[:, low:high] for name, x in self._shared.items()}
+            own = dataclasses.replace(args, num_envs=high - low, env_threads=threads)
+            given = self._collect, self._shared_agent, columns, own, index, self._begin
+            self._children.append(Child(f"worker {index}", _worker_main, *given))
+        return self._rollout
+
+    def start_anew(self, step: int) -> None:
+        """New episodes, before the first rollout, by seeds that the run has not used by `step`."""
+        if self._children:
+            self._begin.fill_(step)
+        else:
+            self.envs.reset(seed=(self.args.seed + step) % 2**31)
+
+    def collect(self) -> dict[str, Tensor]:
+        """The rollout, filled. UserError if there is a NaN or infinity in it."""
+        failure = None
+        try:
+            if self._children:
+                self._collect_from_children()
+            else:
+                self._collect(self._agent, self.envs, self._rollout)
+        except (UserError, ValueError) as error:  # of a NaN, perhaps, whose cause is in the rollout
+            failure = error
+        self._run.check_rollout(self._rollout)
+        if isinstance(failure, UserError):
+            self._run.fail(failure)
+        if failure is not None:
+            raise failure
+        return self._rollout
+
+    def _collect_from_children(self) -> None:
+        self.policy_lag = self._rollout["done"].numel() * world_size() if self._asked else 0
+        if not self._asked:
+            self._ask_children()
+        restarts = sum(child.restarts for child in self._children)
+        try:
+            for child in self._children:
+                child.answer()
+        finally:
+            for name, tensor in self._rollout.items():
+                tensor.copy_(self._shared[name])
+        if restarts != sum(child.restarts for child in self._children):
+            self._run.end_episodes()  # the successors began new ones
+        self._asked = False
+        if self._ahead:
+            self._ask_children()
+
+    def _ask_children(self) -> None:
+        states = (agent.state_dict().values() for agent in (self._agent, self._shared_agent))
+        for ours, theirs in zip(*states, strict=True):
+            theirs.copy_(ours)
+        for child in self._children:
+            child.ask("collect")
+        self._asked = True
+
+    def state_dict(self) -> dict[str, Any]:
+        if not self.exact_resume:
+            return {}
+        last_step = {name: x[-1].clone() for name, x in self._rollout.items()}
+        return {**self.envs.state_dict(), "last_step": last_step}  # which `collect` may go on from
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.go_on = bool(state) and self.exact_resume  # none is saved where it would not be exact
+        if self.go_on:
+            for name, x in state["last_step"].items():
+                self._rollout[name][-1] = x
+            self.envs.load_state_dict({k: x for k, x in state.items() if k != "last_step"})
+
+    def close(self) -> None:
+        for child in self._children:
+            child.close()
+        self._children.clear()
+        self.envs.close()
+
+
+def _worker_main(pipe, restarts, collect, agent, columns, args, index, begin) -> None:
+    def seed(begin: int) -> int:  # each worker, and each successor of a dead one, has its own
+        return (args.seed + 1_000_003 * (index + 1) + 7919 * restarts + begin) % 2**31
+
+    envs = _make_envs(args, args.num_envs, seed(0))
+    collect = compiled_rollout(collect, envs, args, len(columns["done"]))
+    if restarts:
+        for tensor in columns.values():  # what its predecessor left is of other episodes
+            tensor.zero_()
+    pipe.recv()  # the first question; where a resumed run goes on is known by now
+    torch.manual_seed(seed(int(begin)))  # envs derive other streams from it than torch
+    envs.reset(seed=seed(int(begin)))
+    while True:
+        collect(agent, envs, columns)
+        pipe.send("collected")
+        pipe.recv()
+
+
+class Evaluator:
+    """Scores snapshots of the policy in a process of its own, at low priority.
+
+    While one is scored the newest of the others waits: the learner neither waits nor changes the
+    weights under it. Its envs and seeds are its own: evaluating changes nothing in training.
+    """
+
+    def __init__(self, args: RunArgs, agent: nn.Module):
+        self._agent, _ = shared(agent, {}, "the evaluator")
+        self._child = Child("the evaluator", _evaluator_main, self._agent, args)
+        self.pending: list[tuple[int, dict[str, Tensor]]] = []  # (step, weights): scored, waiting
+
+    def submit(self, step: int, weights: dict[str, Tensor]) -> None:
+        if step not in (pending for pending, _ in self.pending):
+            self.pending[1:] = [(step, weights)]
+            if len(self.pending) == 1:
+                self._ask()
+
+    def results(self, wait: float = 0.0) -> list[tuple[int, dict, tuple]]:
+        """What it has finished: (step, weights, (mean return, std, mean length)) each."""
+        finished = []
+        while self.pending and (answer := self._child.answer(wait)) is not None:
+            finished.append((*self.pending.pop(0), answer))
+            if self.pending:
+                self._ask()
+        return finished
+
+    def _ask(self) -> None:
+        step, weights = self.pending[0]
+        self._agent.load_state_dict(weights)
+        self._child.ask(step)
+
+    def close(self) -> None:
+        self._child.close()
+
+
+def _evaluator_main(pipe, restarts, agent, args) -> None:
+    os.nice(10)
+    args = dataclasses.replace(args, env_threads=1)
+    envs = _make_envs(args, args.eval_episodes, args.seed)
+    while True:
+        step = pipe.recv()
+        # the seed follows from the step: evaluating one snapshot twice gives one result
+        seed = ((args.seed + 1) * 1_000_000 + step) % 2**31  # more, some simulators do not take
+        pipe.send(score(agent, envs, seed=seed)[:3])
+
+
+@torch.no_grad()
+def score(agent: nn.Module, envs: vec_envs.VecEnv, seed: int) -> tuple[float, float, float, list]:
+    """Play one episode in each env -> mean and std of the return, mean length, all returns."""
+    obs, _ = envs.reset(seed=seed)
+    running = torch.ones(envs.num_envs, dtype=torch.bool)
+    returns, lengths = torch.zeros(envs.num_envs), torch.zeros(envs.num_envs)
+    for _ in range(min(envs.max_episode_steps, LONGEST_EVALUATION)):
+        obs, _, terminated, truncated, info = envs.step(agent(obs))
+        returns = torch.where(running, info["episode_return"].float().cpu(), returns)
+        lengths = torch.where(running, info["episode_length"].float().cpu(), lengths)
+        running &= ~(terminated | truncated).cpu()
+        if not running.any():
+            break
+    std = returns.std(correction=0).item()
+    return returns.mean().item(), std, lengths.mean().item(), returns.tolist()
+
+
+def compare_returns(envs: vec_envs.VecEnv) -> str:
+    """A line with what simple policies get there, where it is known; else nothing."""
+    known = ", ".join(f"{policy} {value:.1f}" for policy, value in envs.known_returns.items())
+    many = "" if envs.num_agents is None else " (sum over agents)"
+    return known and f"To compare{many}: {known}.\n"
+
+
+def _make_envs(args: RunArgs, num_envs: int, seed: int, device: Any = "cpu") -> vec_envs.VecEnv:
+    try:
+        return vec_envs.make(args.env, num_envs, device, seed, args.env_threads)
+    except ValueError as error:
+        raise UserError(f"--env {args.env}: {error}") from None
+
+
+def _check_actions(env: str, space: gymnasium.Space, actions: str, multi_agent: bool) -> None:
+    discrete = isinstance(space, gymnasium.spaces.Discrete)
+    if actions == "discrete" and not discrete:
+        fit = "mappo.py, maddpg.py and matd3.py" if multi_agent else "sac.py, td3.py and ppo.py"
+        raise UserError(f"--env {env} has continuous actions; {fit} fit it")
+    if actions == "bounded" and discrete:
+        raise UserError(f"--env {env} has discrete actions; dqn.py, ppo.py and a2c.py fit it")
+    if not discrete:
+        width = torch.tensor(space.high) - torch.tensor(space.low)
+        if not width.float().isfinite().all():
+            what = "actions without bounds, or too far apart for float32"
+            raise UserError(f"--env {env} has {what}; give its action space others")
