@@ -119,8 +119,6 @@ def print_score(args: Args, saved: dict) -> None:
 def episode(agent: nn.Module, env: vec_envs.VecEnv, seed: int | None) -> Iterator[None]:
     """Play one episode, pausing before each step; say how it was."""
     obs, _ = env.reset(seed=seed)
-    if hasattr(agent, "start_episodes"):
-        agent.start_episodes()
     for _ in range(min(env.max_episode_steps, LONGEST_EVALUATION)):
         yield
         obs, _, terminated, truncated, info = env.step(agent(obs))
@@ -259,8 +257,6 @@ def picture_window(env: vec_envs.VecEnv) -> tuple[Callable[[], bool], Callable[[
 
 def export(args: Args, saved: dict) -> None:
     agent, env = make(saved, 2, args.seed)
-    if getattr(agent, "recurrent", False):
-        raise UserError("--export: a policy that remembers cannot be exported yet")
     obs, _ = env.reset()
     batch = torch.export.Dim("batch")  # of any size
     program = torch.export.export(agent, (obs,), dynamic_shapes=({0: batch},))

@@ -282,10 +282,13 @@ def test_only_a_lost_connection_means_that_another_learner_stopped(monkeypatch):
             raise RuntimeError(said)
 
         monkeypatch.setattr(learners.distributed, "all_reduce", fail)
-        monkeypatch.setattr(learners, "all_reduce", fail)
-        for function in (learners.largest_over_learners, learners.mean_over_learners):
-            with pytest.raises(kind, match="Another learner stopped" if kind is UserError else ""):
-                function(torch.ones(1))
+        for function, x in (
+            (learners.largest_over_learners, 1),
+            (learners.mean_over_learners, torch.ones(1)),
+        ):
+            with pytest.raises(kind) as error:
+                function(x)
+            assert str(error.value).startswith("Another learner stopped") == (kind is UserError)
 
 
 def test_gradients_are_averaged_in_one_all_reduce(monkeypatch):

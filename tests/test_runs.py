@@ -693,9 +693,11 @@ def test_what_the_run_has_replaced_may_be_said_again(tmp_path, monkeypatch):
     Nor does it matter where the folder was, when it was made.
     """
     was = {"device": "cpu", "env_device": "cpu", "num_envs": 64}
+    was |= {"torch_threads": 2, "compile": "default"}
     saved = {"script": "ppo", "args": dataclasses.asdict(ppo.Args(**was, run_dir="elsewhere"))}
     (tmp_path / "args.json").write_text(json.dumps(saved))
     again = {"device": "auto", "env_device": "same", "num_envs": 0, "run_dir": str(tmp_path)}
+    again |= {"torch_threads": 0, "compile": "auto"}
     given = ppo.Args(resume=str(tmp_path), **again)
     words = [f"--{name.replace('_', '-')}={value}" for name, value in again.items()]
     monkeypatch.setattr(sys, "argv", ["ppo.py", *words])

@@ -12,36 +12,28 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from algos.worker_learner.arguments import UserError
 from vec_envs.core import available_cores
 
 WIDE = 256  # units of a layer from which on products of matrices take most of an update
-WORTH_COMPILING = 15_000  # gradient steps: some ten seconds of compiling, half a millisecond each
+WORTH_COMPILING = 15_000  # gradient steps: ten seconds of compiling, about a millisecond each
 LONGEST_COMPILED = 16  # steps of a rollout, which the compiler writes out one after another
 
 
 def choose_compile(args: Any, device: str) -> str:
-    """--compile, and what `auto` is here: `default` where it repays the time that it takes.
-
-    On a CPU it saves a third or more of the update of narrow networks, whose time goes into calls.
-    That of wide ones goes into products of matrices, which are the same: there it gained nothing.
-    """
+    """--compile, and what `auto` is here: `default` where it repays the time that it takes."""
     compiler = any(map(shutil.which, (os.environ.get("CXX", "c++"), "g++", "clang++")))
     if args.compile == "auto":
-        narrow = network_width(args) < WIDE and gradient_steps(args) >= WORTH_COMPILING
-        return "default" if compiler and (device == "cuda" or narrow) else "none"
+        repaid = device == "cuda" or gradient_steps(args) >= WORTH_COMPILING
+        return "default" if compiler and repaid else "none"
     if args.compile == "graphs" and device == "cpu":
         raise UserError("--compile is graphs, which needs --device cuda; use default")
     if args.compile != "none" and not compiler:
         raise UserError(f"--compile is {args.compile}, which needs a C++ compiler; use none")
     return args.compile
-
-
-def network_width(args: Any) -> int:
-    return max(getattr(args, name, 0) for name in ("hidden_size", "critic_hidden_size"))
 
 
 def gradient_steps(args: Any) -> float:
@@ -61,7 +53,8 @@ def choose_threads(args: Any) -> int:
     run keeps what its args.json says.
     """
     cores = min(8, available_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-    if args.torch_threads or network_width(args) < WIDE or cores < 2:
+    width = max(getattr(args, name, 0) for name in ("hidden_size", "critic_hidden_size"))
+    if args.torch_threads or width < WIDE or cores < 2:
         return args.torch_threads or 1
     x, seconds = torch.ones(256, 256), {}
     for threads in (1, cores):
@@ -99,6 +92,51 @@ def compiled(function: Callable, args: Any) -> Callable:
         return lambda *inputs: pytree.tree_map_only(Tensor, torch.clone, graphed(*inputs))
     # On a CPU random numbers are torch's: the compiler draws its own one by one.
     return torch.compile(function, options={"fallback_random": args.device == "cpu"})
+
+
+class _Known(torch.autograd.Function):
+    """A loss whose gradients are known already: backward() hands them over."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, gradients: list[Tensor], *weights: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple:
+        return None, None, *torch._foreach_mul(ctx.gradients, slope)
+
+
+def compiled_loss(function: Callable, args: Any) -> Callable:
+    """A loss function, compiled together with its gradient; what it returns is used as before.
+
+    One graph of both: by itself torch.compile makes two, and what one keeps for the other costs a
+    CPU what is gained. `function` returns the loss, or (loss, more); `more` gets no gradient. The
+    gradients are those of all weights that its modules learn when it is called first.
+    """
+    if hasattr(torch._dynamo.config, "trace_autograd_ops"):  # torch 2.11: no break at the gradient
+        torch._dynamo.config.trace_autograd_ops = True
+    weights: list[Tensor] = []
+
+    def with_gradients(weights: list[Tensor], *inputs: Any) -> tuple:
+        result = function(*inputs)
+        loss, *more = result if isinstance(result, tuple) else (result,)
+        gradients = torch.autograd.grad(loss, weights, allow_unused=True)
+        return pytree.tree_map_only(Tensor, Tensor.detach, (loss, more)), gradients
+
+    compiled_function = compiled(with_gradients, args)
+
+    def loss_function(*inputs: Any) -> Any:
+        if not weights:
+            modules = [x for x in inputs if isinstance(x, nn.Module)]
+            found = dict.fromkeys(x for module in modules for x in module.parameters())
+            weights.extend(x for x in found if x.requires_grad)
+        (loss, more), gradients = compiled_function(weights, *inputs)
+        used = [(w, g) for w, g in zip(weights, gradients, strict=True) if g is not None]
+        loss = _Known.apply(loss, [g for _, g in used], *(w for w, _ in used))
+        return (loss, *more) if more else loss
+
+    return loss_function
 
 
 def compiled_rollout(collect: Callable, envs: Any, args: Any, num_steps: int) -> Callable:

@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
-from torch.distributed.nn.functional import all_reduce
 
 from algos.worker_learner.arguments import STAMP, RunArgs, UserError, default_run_dir
 
@@ -56,16 +55,27 @@ def average_gradients(*things: nn.Module | nn.Parameter) -> None:
 
 
 def mean_over_learners(x: Tensor) -> Tensor:
-    """The mean of the learners' x, with a gradient; with one learner, x itself.
-
-    m = 1/N Σ_i x_i, where the whole loss is a mean, 1/N Σ_j L_j(m): so is then its gradient.
-    """
+    """The mean of the learners' x, with a gradient; with one learner, x itself."""
     return _mean(x) if world_size() > 1 else x
 
 
 def _mean(x: Tensor) -> Tensor:
-    with _one_sentence_if_alone():
-        return all_reduce(x / world_size())
+    return _MeanOverLearners.apply(x)
+
+
+class _MeanOverLearners(torch.autograd.Function):
+    """m = 1/N Σ_i x_i, where the whole loss is a mean, 1/N Σ_j L_j(m): so is then its gradient.
+
+    Not torch.distributed.nn.functional.all_reduce: deprecated, for a function of a private module.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return _all_reduce((x / world_size()).contiguous())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return _MeanOverLearners.apply(gradient)
 
 
 def never_compile_averages() -> None:

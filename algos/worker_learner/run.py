@@ -22,6 +22,7 @@ from algos.worker_learner.arguments import RunArgs, UserError, command_line, tel
 from algos.worker_learner.files import (
     Log,
     lock,
+    plot,
     quietly,
     read_checkpoint,
     save,
@@ -125,11 +126,11 @@ class Run:
         return self.step
 
     def compile(self, *functions: Callable) -> Any:
-        """Loss functions (of tensors with gradient) compiled as --compile says; one, or a tuple."""
+        """Loss functions compiled with their gradients where --compile says so; one, or a tuple."""
         if self.args.compile not in ("none", "rollout"):
             if self.world_size > 1:
                 learners.never_compile_averages()
-            functions = tuple(engine.compiled(function, self.args) for function in functions)
+            functions = tuple(engine.compiled_loss(function, self.args) for function in functions)
         return functions[0] if len(functions) == 1 else functions
 
     def log(self, step: int, losses: dict[str, Tensor], **charts: Tensor | float) -> None:
@@ -197,7 +198,7 @@ class Run:
             self._save()
 
     def finish(self, step: int) -> Result:
-        """Last checkpoint and evaluation, and a summary."""
+        """Last checkpoint and evaluation, learning_curve.png, a summary."""
         self.step = step
         self._save()
         learners.leave_learners()
@@ -211,6 +212,7 @@ class Run:
                     self.checkpoint(step)
             self._began = time.perf_counter() - seconds  # to wait is not to train
             self._save()  # the evaluations it waited for are no longer pending
+            quietly("learning_curve.png", plot, self.dir, f"{self.script} on {self.args.env}")
         self.close()
         play = command_line(os.path.relpath(self._path.with_name("play.py")), str(self.dir))
         tell(
