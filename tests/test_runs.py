@@ -576,7 +576,7 @@ def test_workers_follow_the_learner(ahead):
 def test_what_a_run_leaves(references):
     run_dir = references["CartPole"]
     expected = {"args.json", "metrics.csv", "checkpoint.pt", "checkpoint.prev.pt"}
-    expected |= {"best.pt", "last.pt"}
+    expected |= {"best.pt", "last.pt", "learning_curve.png"}
     files = {path.name for path in run_dir.iterdir() if "tfevents" not in path.name}
     assert files == expected
 
