@@ -35,6 +35,7 @@ from algos import a2c, ppo
 from algos.worker_learner import Run, UserError, Workers, files, workers
 from algos.worker_learner.arguments import saved_args
 from algos.worker_learner.files import load_checked
+from algos.worker_learner.run import PAUSED
 from algos.worker_learner.workers import score
 
 ROOT = Path(__file__).parent.parent
@@ -1219,3 +1220,31 @@ def test_as_a_library(tmp_path):
     finish(start_command([sys.executable, str(script), str(tmp_path)], tmp_path / "library"))
     agents = [load(tmp_path / name)["agent"] for name in "abc"]
     assert same(agents[0], agents[1]) and same(agents[0], agents[2])
+
+
+def test_segments_chain_to_the_undisturbed_run(references, tmp_path):
+    """--pause-at has a status of its own, keeps the schedule, and does nothing where it is past."""
+    run_dir = tmp_path / "segments"
+    assert finish(start(f"{CARTPOLE} --pause-at 1000", run_dir), 3).code == PAUSED
+    first = load(run_dir)["run"]["step"]
+    assert 1000 <= first < 1000 + 64  # the iteration that reaches it, of 4 environments x 16 steps
+    before = hashes(run_dir)["checkpoint.pt"]
+    finish(start(["--resume", str(run_dir), "--pause-at", "1000"]), PAUSED)
+    assert hashes(run_dir)["checkpoint.pt"] == before
+    said = finish(start(["--resume", str(run_dir), "--pause-at", "3500"]), PAUSED).out
+    assert f"Stopped at step {load(run_dir)['run']['step']}. Go on with:" in said
+    finish(start(["--resume", str(run_dir), "--pause-at", str(TOTAL)]))  # the end is no pause
+    assert_same_end(run_dir, references["CartPole"])
+    assert_same_curves(run_dir, references["CartPole"])
+    # what cannot be saved is no segment: the status says so
+    full = """
+        import os
+        fsync = os.fsync
+        def fails(file):
+            if os.readlink(f"/proc/self/fd/{file}").endswith("checkpoint.tmp"):
+                raise OSError(28, "No space left on device")
+            fsync(file)
+        os.fsync = fails
+    """
+    ended = finish(start(f"{CARTPOLE} --pause-at 100", tmp_path / "full", sabotage=full), 1)
+    assert "could not be saved" in ended.text

@@ -19,7 +19,7 @@
         run.log_episodes(step, rollout)        # returns of the episodes that ended
         run.log(step, losses)                  # metrics.csv and TensorBoard; UserError at NaN
         run.evaluate(step)                     # if due, in the evaluator's process
-        run.checkpoint(step)                   # if due, or if Ctrl-C or SIGTERM asked to stop
+        run.checkpoint(step)                   # if due, at --pause-at, at Ctrl-C or SIGTERM
     return run.finish(step)
         last checkpoint and evaluation, a summary; ends the processes
 

@@ -57,6 +57,9 @@ class RunArgs:
     """folder of this run (empty: runs/{env}__{script}__{seed}__{time})"""
     resume: str = ""
     """go on with the run in this folder, with its arguments"""
+    pause_at: int = 0
+    """save and end with exit status 3 after the iteration that reaches this step; schedules follow
+    --total-steps all the same, and --resume goes on (0: no pause)"""
     eval_every: int = 100_000
     """steps between evaluations of the deterministic policy (0: only at the end); if these take
     longer than the training between them, some are left out"""
@@ -157,6 +160,8 @@ def learners_share(args: RunArgs, rank: int, learners: int, limits: dict[str, tu
     """The arguments of one of several learners: its part of SHARED, a seed, threads of its own."""
     if learners == 1:
         return args
+    if args.pause_at:
+        raise UserError(f"--pause-at is {args.pause_at}, but {learners} learners have no pause")
     args = copy.copy(args)
     for name in (name for name in SHARED if hasattr(args, name)):
         value = getattr(args, name)
@@ -173,7 +178,7 @@ def learners_share(args: RunArgs, rank: int, learners: int, limits: dict[str, tu
 
 
 def saved_args(given: RunArgs, script: str) -> RunArgs:
-    """The arguments in the folder given.resume; only --total-steps may be given anew."""
+    """The arguments in the folder given.resume; --pause-at and --total-steps may be given anew."""
     path = Path(given.resume) / "args.json"
     try:
         content = json.loads(path.read_text())
@@ -188,14 +193,14 @@ def saved_args(given: RunArgs, script: str) -> RunArgs:
     for field in dataclasses.fields(given):
         name, value, before = field.name, getattr(given, field.name), getattr(saved, field.name)
         unsaid = value == field.default and flag(name) not in typed
-        if unsaid or value in (before, again.get(name, before)):
+        if name == "pause_at" or unsaid or value in (before, again.get(name, before)):
             continue
         if name != "total_steps":
             raise UserError(f"{flag(name)} is {value}, but a resumed run has its own; leave it out")
         saved.total_steps = value
         jumps = "every schedule that follows it (learning rate, exploration, beta) jumps"
         tell(f"--total-steps was {before} and is now {value}: {jumps}.")
-    return dataclasses.replace(saved, run_dir=given.resume)
+    return dataclasses.replace(saved, run_dir=given.resume, pause_at=given.pause_at)
 
 
 def parse(args_class: type[RunArgs], tuned: dict[str, dict[str, Any]]) -> RunArgs:

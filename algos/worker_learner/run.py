@@ -11,29 +11,20 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, distributed, nn
 from tqdm import tqdm
 
-from algos.worker_learner import arguments, engine, learners
+from algos.worker_learner import arguments, engine, files, learners
 from algos.worker_learner.arguments import RunArgs, UserError, command_line, tell, to_terminal
-from algos.worker_learner.files import (
-    Log,
-    lock,
-    plot,
-    quietly,
-    read_checkpoint,
-    save,
-    snapshot,
-    unlock,
-    what_fits,
-)
+from algos.worker_learner.files import Log, plot, quietly, read_checkpoint, save, snapshot
 from algos.worker_learner.learners import from_learner_0, largest_over_learners, mean_over_learners
 from algos.worker_learner.workers import Evaluator, compare_returns, die_with
 from vec_envs.core import available_cores
 
+PAUSED = 3  # exit status at --pause-at; 0: done, 1: failed, 2: wrong flags, 128 + n: signal n
 CHECKPOINT_SECONDS = 600  # after which a slow run is saved before --checkpoint-every says so
 OWN = "step", "seconds", "best_return", "last_return", "training_return"  # saved of a Run
 PUT_RANDOM = torch.set_rng_state, torch.cuda.set_rng_state
@@ -95,7 +86,7 @@ class Run:
         try:
             self.dir.mkdir(parents=True, exist_ok=True)
             if self.rank == 0:
-                lock(self.dir)  # who still trains there may save once more
+                files.lock(self.dir)  # who still trains there may save once more
             pending = self._load_state()
             if self.step and not workers.go_on:
                 where = "in workers, on a GPU, by Gymnasium or for other learners"
@@ -116,13 +107,15 @@ class Run:
                 raise UserError(f"--run-dir {self.dir}: {error.strerror}") from None
             raise
         for step, weights in pending:
-            self._evaluator.submit(step, what_fits(agent, weights))
+            self._evaluator.submit(step, files.what_fits(agent, weights))
         begin, often = min(self.step, args.total_steps), 0.5 if sys.stderr.isatty() else 30
         self._bar = tqdm(total=args.total_steps, initial=begin, unit="step", unit_scale=True,
                          mininterval=often, dynamic_ncols=True, disable=self.rank > 0)  # fmt: skip
         self._saved_at = time.perf_counter()
         self._began = self._saved_at - self.seconds
         self._warm: tuple[int, float] | None = None  # step and time at the first logged update
+        if self._pauses():  # it was killed as it ended
+            self._exit(PAUSED)
         return self.step
 
     def compile(self, *functions: Callable) -> Any:
@@ -182,18 +175,13 @@ class Run:
         self._collect_evaluations()
 
     def checkpoint(self, step: int) -> None:
-        """Save if a checkpoint is due. After SIGINT or SIGTERM: save, say how to resume, exit."""
+        """Save if a checkpoint is due. At --pause-at, or after SIGINT or SIGTERM: save and exit."""
         before, self.step = self.step, step
         late = time.perf_counter() - self._saved_at > CHECKPOINT_SECONDS
         wish = largest_over_learners(self._stop_signal or int(late))  # all stop, or save, or none
-        if wish > 1:  # a signal: SIGINT is 2, SIGTERM 15
-            but = "" if self._save() else ", which could not be saved"
-            self.close()
-            torchrun = f"-m torch.distributed.run --nproc-per-node {self.world_size}".split()
-            script = [*(torchrun if self.world_size > 1 else ()), os.path.relpath(self._path)]
-            command = command_line(*script, "--resume", str(self.dir))
-            tell(f"\nStopped at step {step}{but}. Go on with:\n    {command}")
-            raise SystemExit(128 + wish)
+        if wish > 1 or self._pauses():  # a signal: SIGINT is 2, SIGTERM 15
+            saved = self._save()
+            self._exit(128 + wish if wish > 1 else PAUSED if saved else 1, saved)
         if wish or step // self.args.checkpoint_every > before // self.args.checkpoint_every:
             self._save()
 
@@ -232,7 +220,7 @@ class Run:
             to_terminal(self._bar.close)
         if self._log is not None:
             self._log.close()
-        unlock(self.dir)
+        files.unlock(self.dir)
         learners.leave_learners()
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
@@ -263,7 +251,20 @@ class Run:
             step = self.step + (place[0] + 1) * self.args.num_envs * self.world_size
             self.fail(f"{name} is {rollout[name][tuple(place)]} at step {step}: training stopped")
 
-    # Evaluations, signals, what is said.
+    # Pauses, evaluations, signals, what is said.
+
+    def _pauses(self) -> bool:
+        return 0 < self.args.pause_at <= self.step < self.args.total_steps
+
+    def _exit(self, status: int, saved: bool = True) -> NoReturn:
+        """Close, say how to resume, and end the process."""
+        but = "" if saved else ", which could not be saved"
+        self.close()
+        torchrun = f"-m torch.distributed.run --nproc-per-node {self.world_size}".split()
+        script = [*(torchrun if self.world_size > 1 else ()), os.path.relpath(self._path)]
+        command = command_line(*script, "--resume", str(self.dir))
+        tell(f"\nStopped at step {self.step}{but}. Go on with:\n    {command}")
+        raise SystemExit(status)
 
     def _submit(self, step: int) -> None:
         if self.rank == 0:
@@ -286,8 +287,7 @@ class Run:
 
     def _write(self, step: int, prefix: str, metrics: dict[str, float]) -> None:
         if self.rank == 0:
-            metrics = {prefix + tag: value for tag, value in metrics.items()}
-            self._log.write(step, self.seconds, metrics)
+            self._log.write(step, self.seconds, {prefix + tag: x for tag, x in metrics.items()})
 
     def _on_signal(self, number: int, frame: Any) -> None:
         asked, self._stop_signal = self._stop_signal, self._stop_signal or number
@@ -375,7 +375,7 @@ class Run:
             if self.rank == 0:
                 content = {k: saved[k] if saved else snapshot(x) for k, x in state.items()}
             for name, x in from_learner_0(content).items():
-                state[name].load_state_dict(what_fits(state[name], x))
+                state[name].load_state_dict(files.what_fits(state[name], x))
             if now:
                 self._load_own(now)
                 torch.manual_seed(self.args.seed + self.step)
