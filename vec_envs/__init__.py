@@ -21,6 +21,7 @@ NAMES = {
         ("CartPole", "Pendulum", "Acrobot", "MountainCar", "MountainCarContinuous"), "classic"
     ),
     "Chasing": "chasing",
+    "StockTrading": "stock_trading",
     **dict.fromkeys(("Spread", "SpeakerListener"), "particles"),
     **dict.fromkeys(("SpreadContinuous", "SpeakerListenerContinuous"), "particles"),
 }
@@ -65,9 +66,10 @@ def make(
         nearest = difflib.get_close_matches(name.lower(), by_lower_case, n=4, cutoff=0.5)
         hint = ", ".join(by_lower_case[match] for match in nearest) or ", ".join(NAMES)
         raise ValueError(f"unknown environment {name!r}; the nearest names are {hint}")
-    from vec_envs.gym import PETTINGZOO, GymEnv, MultiAgentGymEnv, SeveralAgents
+    from vec_envs.gym import GymEnv, SeveralAgents
+    from vec_envs.several_agents import PETTINGZOO, SMAC, MultiAgentGymEnv
 
-    if not name.startswith(PETTINGZOO):
+    if not name.startswith((PETTINGZOO, SMAC)):
         try:
             return GymEnv(name, num_envs, device=device, seed=seed, **options)
         except SeveralAgents:
