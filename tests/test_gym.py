@@ -12,12 +12,12 @@ import torch
 
 from vec_envs import make
 from vec_envs.core import env_seeds
-from vec_envs.gym import NO_TIME_LIMIT, GymEnv
+from vec_envs.gym import INSTALL, NO_TIME_LIMIT, GymEnv
 
 PACKAGE = '''
 import gymnasium
 import numpy as np
-from gymnasium.spaces import Box, Discrete, MultiDiscrete, Tuple
+from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Sequence, Tuple
 
 
 class Counter(gymnasium.Env):
@@ -36,6 +36,9 @@ class Counter(gymnasium.Env):
     def observe(self):
         if isinstance(self.observation_space, Discrete):
             return self.observation_space.start + int(self.array[0])
+        if isinstance(self.observation_space, Dict):
+            square = self.array[0] * np.arange(4).reshape(2, 2)
+            return {"steps": int(self.array[0]), "pair": (self.array, square)}
         return self.array
 
     def step(self, action):
@@ -45,19 +48,34 @@ class Counter(gymnasium.Env):
 
 
 gymnasium.register("Counter-v0", entry_point="counting:Counter")
-gymnasium.register(
-    "CounterMulti-v0", Counter, kwargs={"action_space": MultiDiscrete([2, 2])}
-)
+for name, space in {
+    "Multi": MultiDiscrete([[2, 3, 4]], start=[[0, 5, -1]]),
+    "Binary": MultiBinary((2, 2)),
+    "ManyBinary": MultiBinary(13),
+    "Whole": Box(0, 9, (2,), np.int64),
+    "Square": Box(0, 9, (2, 2)),
+}.items():
+    gymnasium.register(f"Counter{name}-v0", Counter, kwargs={"action_space": space})
+for name, space in {
+    "Dict": Dict({"steps": Discrete(4), "pair": Tuple((Box(-9, 9, (2,)), Box(-9, 9, (2, 2))))}),
+    "Sequence": Dict({"all": Sequence(Discrete(2))}),
+    "Image": Dict({"camera": Box(0, 255, (8, 8, 3), np.uint8), "speed": Box(0, 1, (1,))}),
+}.items():
+    gymnasium.register(f"Counter{name}-v0", Counter, kwargs={"observation_space": space})
 gymnasium.register(
     "CounterTuple-v0", Counter, kwargs={"action_space": Tuple((Discrete(2), Box(0, 1, (2,))))}
-)
-gymnasium.register(
-    "CounterWhole-v0", Counter, kwargs={"action_space": Box(0, 9, (2,), np.int64)}
 )
 gymnasium.register(
     "CounterDiscrete-v0", Counter, kwargs={"observation_space": Discrete(4, start=-1)}
 )
 '''
+
+SILENT = """
+import gymnasium
+def make():
+    assert 1 == 2
+gymnasium.register("Silent-v0", make)
+"""
 
 
 @pytest.fixture
@@ -65,10 +83,12 @@ def counting(tmp_path, monkeypatch):
     """A package that registers environments when it is imported, gone after the test."""
     (tmp_path / "counting.py").write_text(PACKAGE)
     (tmp_path / "broken.py").write_text("1 / 0")
+    (tmp_path / "silent.py").write_text(SILENT)
     monkeypatch.syspath_prepend(tmp_path)
     yield
     sys.modules.pop("counting", None)
-    for id in [id for id in gymnasium.registry if id.startswith("Counter")]:
+    sys.modules.pop("silent", None)
+    for id in [id for id in gymnasium.registry if id.startswith(("Counter", "Silent"))]:
         del gymnasium.registry[id]
 
 
@@ -115,6 +135,7 @@ def refusal(name: str, **options) -> str:
         ("BipedalWalkerHardcore-v3", {"max_episode_steps": 20}, 50, False, True),
         ("Ant-v5", {"max_episode_steps": 60}, 150, False, True),
         ("FrozenLake-v1", {"max_episode_steps": 10}, 100, True, True),
+        ("Blackjack-v1", {}, 60, True, False),
     ],
 )
 def test_equals_gymnasium_step_by_step(name, options, steps, terminates, truncates):
@@ -123,13 +144,17 @@ def test_equals_gymnasium_step_by_step(name, options, steps, terminates, truncat
     options = {key: value for key, value in options.items() if key != "processes"}
     gym_envs = [gymnasium.make(name, **options) for _ in range(num_envs)]
     limit = options.get("max_episode_steps", gym_envs[0].spec.max_episode_steps)
-    assert env.max_episode_steps == limit
+    assert env.max_episode_steps == (limit or NO_TIME_LIMIT)
     space = gym_envs[0].action_space
     rng = np.random.default_rng(1)
 
     def as_float32(observation):
         if isinstance(gym_envs[0].observation_space, gymnasium.spaces.Discrete):
             return np.eye(gym_envs[0].observation_space.n, dtype=np.float32)[observation]
+        if isinstance(observation, tuple):  # of Discrete spaces
+            sizes = [part.n for part in gym_envs[0].observation_space]
+            parts = zip(sizes, observation, strict=True)
+            return np.concatenate([np.eye(n, dtype=np.float32)[value] for n, value in parts])
         return observation.astype(np.float32)
 
     obs, info = env.reset(seed=seed)
@@ -231,17 +256,69 @@ def test_discrete_observations_count_from_their_start(counting):
     assert obs.tolist() == [[1.0, 0.0, 0.0, 0.0]] * 2
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("processes", [False, True])
+def test_a_dict_is_flattened_and_said_so(counting, no_hang, capfd, processes):
+    env = make("counting:CounterDict-v0", 2, processes=processes)
+    said = capfd.readouterr().err.splitlines()
+    assert len(said) == 1 and said[0].startswith("counting:CounterDict-v0: observations Dict(")
+    assert said[0].endswith("as 10 numbers") and env.single_observation_space.shape == (10,)
+    env.reset()
+    for step in (1, 2, 3):
+        obs, _, _, _, info = env.step(torch.tensor([0, 3]))
+        for action, final in zip((5, 8), info["final_obs"].tolist(), strict=True):
+            pair = [step, action, 0, step, 2 * step, 3 * step]  # "pair" is before "steps"
+            assert final == [*pair, *(i == step for i in range(4))]
+    assert obs.tolist() == [[0, 0, 0, 0, 0, 0, 1, 0, 0, 0]] * 2  # of the next episode
+    env.close()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("processes", [False, True])
+def test_actions_with_several_parts_are_one_choice(counting, no_hang, capfd, processes):
+    count = 3 if processes else 24
+    env = make("counting:CounterMulti-v0", count, processes=processes)
+    assert "actions MultiDiscrete(" in (said := capfd.readouterr().err)
+    assert said.endswith("as one of 24 choices\n") and len(said.splitlines()) == 1
+    assert env.single_action_space == gymnasium.spaces.Discrete(24)
+    env.reset()
+    _, _, _, _, info = env.step(torch.arange(count))  # the env refuses what is not in its space
+    expected = [a + b + c for a in (0, 1) for b in (5, 6, 7) for c in (-1, 0, 1, 2)]
+    assert info["final_obs"][:, 1].tolist() == expected[:count]
+    with pytest.raises(ValueError, match="allowed are 0 to 23"):
+        env.step(torch.full((count,), 24))
+    env.close()
+    env = make("counting:CounterBinary-v0", 16)
+    env.reset()
+    _, _, _, _, info = env.step(torch.arange(16))
+    assert info["final_obs"][:, 1].tolist() == [bin(i).count("1") for i in range(16)]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_flat_spaces_are_no_news(counting, capfd):
+    for name in ("counting:Counter-v0", "FrozenLake-v1", "LunarLanderContinuous-v3"):
+        make(name, 1)
+    assert capfd.readouterr().err == ""
+
+
 @pytest.mark.parametrize(
     ("name", "options", "words"),
     [
-        ("Blackjack-v1", {}, ("observation space Tuple(", "only Discrete and a flat Box")),
-        ("CarRacing-v3", {}, ("observation space Box(0, 255, (96, 96, 3), uint8)", "flat Box")),
-        ("counting:CounterMulti-v0", {}, ("action space MultiDiscrete([2 2])", "Discrete and")),
-        ("counting:CounterTuple-v0", {}, ("action space Tuple(", "only Discrete and a flat Box")),
+        ("CarRacing-v3", {}, ("image observations (Box(0, 255, (96, 96, 3), uint8))", "only num")),
+        ("counting:CounterImage-v0", {}, ("image observations (Dict(", "only numbers")),
+        ("counting:CounterSequence-v0", {}, ("observation space Dict('all': Sequence(", "only")),
+        ("counting:CounterManyBinary-v0", {}, ("MultiBinary(13) has 8192 combinations", "4096")),
+        ("counting:CounterSquare-v0", {}, ("action space Box(0.0, 9.0, (2, 2)", "flat Box")),
+        ("counting:CounterTuple-v0", {}, ("action space Tuple(", "only Discrete, MultiDiscrete")),
         ("counting:CounterWhole-v0", {}, ("action space Box(0, 9, (2,), int64)", "of floats")),
         ("counting:Counter-v0", {"wings": 2}, ("unexpected keyword argument 'wings'",)),
         ("broken:Counter-v0", {}, ("package 'broken' failed with ZeroDivisionError",)),
-        ("no_such_package:Counter-v0", {}, ("'no_such_package' failed with ModuleNotFound",)),
+        (
+            "no_such_package:Counter-v0",
+            {},
+            ("'no_such_package' failed with ModuleNotFound", "PYTH"),
+        ),
+        ("silent:Silent-v0", {}, ("silent:Silent-v0: AssertionError: in assert 1 == 2",)),
         ("Hoper", {}, ("unknown environment 'Hoper'", "Hopper")),
         ("LunarLander-v33", {}, ("unknown environment", "LunarLander-v3")),
     ],
@@ -293,6 +370,12 @@ def test_missing_box2d(monkeypatch):
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "Box2D", None)
     assert refusal("LunarLander-v3").endswith('needs Box2D: pip install "gymnasium[box2d]"')
+
+
+@pytest.mark.parametrize("package", sorted(INSTALL))
+def test_a_missing_package_is_named_with_its_install_line(monkeypatch, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    assert refusal(f"{package}:Some-v0").endswith(f"; pip install {INSTALL[package]}")
 
 
 def test_bad_actions_and_a_step_too_early():
