@@ -11,7 +11,7 @@ import torch
 
 from vec_envs.core import VecEnv
 
-__all__ = ["NAMES", "VecEnv", "base_name", "make", "simulates_on_gpu"]
+__all__ = ["NAMES", "VecEnv", "base_name", "make", "simulates_on_gpu", "vec_env_class"]
 
 # name -> the module of this folder that defines it (imported when `make` needs it)
 NAMES = {
@@ -38,10 +38,12 @@ def make(
     """`num_envs` copies of the environment `name` as one batched env.
 
     `name` is one of `NAMES`, any Gymnasium id ("LunarLander-v3"), "package:Id-v0" for an id
-    that a package registers when it is imported, or "pettingzoo:package.module" for a parallel
-    environment of PettingZoo. The same `seed` (at least 0) gives the same episodes. `env_threads`
-    is the number of threads that step MuJoCo on a CPU (0: one per core). `options` are the
-    environment's own keyword arguments; they may also follow the name: "Spread,physics=openai".
+    that a package registers when it is imported, "my_module:MyVecEnv" for a subclass of `VecEnv`
+    (made by `MyVecEnv(num_envs, device=device, seed=seed)`), "pettingzoo:package.module" for a
+    parallel environment of PettingZoo, or "smac:3m" for a map of SMAC. The same `seed` (at least 0)
+    gives the same episodes. `env_threads` is the number of threads that step MuJoCo on a CPU (0:
+    one per core). `options` are the environment's own keyword arguments; they may also follow the
+    name: "Spread,physics=openai".
     ValueError: unknown name or option.
     """
     name, *words = re.split(r",(?![^(]*\))", name)  # but not at commas in parentheses
@@ -49,9 +51,8 @@ def make(
     for own in ("num_envs", "device", "seed", "env_threads"):
         if own in options:
             raise ValueError(f"{own} cannot follow the name {name!r}; it has its own flag")
-    if name in NAMES:
-        kind = getattr(import_module(f"vec_envs.{NAMES[name]}"), name)
-        threads = {"env_threads": env_threads} if NAMES[name] == "mujoco" else {}
+    if (kind := vec_env_class(name)) is not None:
+        threads = {"env_threads": env_threads} if NAMES.get(name) == "mujoco" else {}
         try:
             return kind(num_envs, device=device, seed=seed, **threads, **options)
         except (TypeError, LookupError) as error:  # of an option
@@ -77,12 +78,26 @@ def make(
     return MultiAgentGymEnv(name, num_envs, device=device, seed=seed, **options)
 
 
+def vec_env_class(name: str) -> type[VecEnv] | None:
+    """The class of one of `NAMES` or of "my_module:MyVecEnv"; None for what is not a `VecEnv`."""
+    name = base_name(name)
+    if name in NAMES:
+        return getattr(import_module(f"vec_envs.{NAMES[name]}"), name)
+    module, _, own = name.rpartition(":")
+    if not module or not own.isidentifier():  # the id of a Gymnasium environment
+        return None
+    try:
+        kind = getattr(import_module(module), own, None)
+    except Exception:  # `GymEnv` imports it again, and says what is wrong with it
+        return None
+    return kind if isinstance(kind, type) and issubclass(kind, VecEnv) else None
+
+
 def simulates_on_gpu(name: str) -> bool:
     """Whether a GPU can compute the steps of this environment, with the packages installed."""
-    module = NAMES.get(base_name(name))
-    return module is not None and (
-        module != "mujoco" or importlib.util.find_spec("mujoco_warp") is not None
-    )
+    if NAMES.get(base_name(name)) == "mujoco":
+        return importlib.util.find_spec("mujoco_warp") is not None
+    return vec_env_class(name) is not None
 
 
 def base_name(name: str) -> str:

@@ -225,7 +225,10 @@ def maker(name: str, options: dict[str, Any], flat: bool = True) -> Callable[[],
     try:
         spec = gymnasium.spec(id)
     except gymnasium.error.Error as error:
-        neither = f"the package {package!r} does not register {id!r} and has no such VecEnv class"
+        neither = (
+            f"the package {package!r} does not register {id!r}, nor is that a subclass of VecEnv "
+            "in it (a gymnasium.Env is made by its id, so register it)"
+        )
         raise ValueError(f"{name}: {neither if package else error}") from error
 
     # The spec and not its id, which is registered in this process only. Gymnasium sends a nested

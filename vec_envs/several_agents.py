@@ -29,7 +29,8 @@ class MultiAgentGymEnv(MultiAgentVecEnv):
     """`num_envs` copies of an env with several agents, stepped one after another in this process.
 
     `name` is "pettingzoo:package.module", a module with PettingZoo's `parallel_env`, to which
-    `options` go; or a Gymnasium id whose spaces and observations are tuples, one entry per agent.
+    `options` go; or a Gymnasium id whose spaces and observations are tuples, one entry per agent;
+    or "smac:MAP" (`_SmacEnv`).
     Observations: flat Boxes; actions: all Discrete, or all flat Boxes of floats. Where observations
     or infos have an "action_mask", the masks stand at the end of the observations
     (`available_in_obs`). The state is the env's own `state()` where it has one. An agent that is no
@@ -63,10 +64,11 @@ class MultiAgentGymEnv(MultiAgentVecEnv):
                 f"{name}: the agents' spaces are not supported together, only flat Boxes of "
                 "observations and actions that are all Discrete or all flat Boxes are"
             )
-        first.reset(env_seeds(seed, 1)[0], None)  # masks and state() may not exist before
+        if first.action_masks is None:  # masks and state() may not exist before
+            first.reset(env_seeds(seed, 1)[0], None)
         masked = any(mask is not None for mask in first.action_masks) and kinds == {Discrete}
         super().__init__(name, num_envs, device, seed, *spaces, NO_TIME_LIMIT, masked)
-        self.metadata = {**first.env.metadata, **self.metadata}
+        self.metadata = {**getattr(first.env, "metadata", {}), **self.metadata}
         self._own_state = None if first.state() is None else torch.empty(0)  # (N, state_dim)
         self._first_seed: int | None = seed  # of the first reset(), if that has none
 
@@ -164,8 +166,10 @@ class _PettingZooEnv:
     """One PettingZoo parallel env, with lists, one entry per agent, in place of its dictionaries.
 
     `observations`: the present ones, None for an agent that has left. `action_masks`: the actions
-    available to each agent, None where the env has no mask.
+    available to each agent, None where the env has no mask (no list at all: not known yet).
     """
+
+    action_masks: list[np.ndarray | None] | None = None
 
     def __init__(self, env: Any):
         self.env, self.agents = env, env.possible_agents
@@ -235,6 +239,52 @@ class _TupleEnv(_PettingZooEnv):
         self.action_masks = list(info.get("action_mask", [None] * len(self.observations)))
 
 
+class _SmacEnv(_PettingZooEnv):
+    """The same for a map of SMAC (StarCraft Multi-Agent Challenge, arXiv:1902.04043).
+
+    The team's reward is divided among the agents, dead ones too, so that their sum, and with it
+    `episode_return`, is the team's: 20 for a battle won, by default. A dead unit, whose only action
+    is 0, is no longer alive. A battle at its time limit has ended, unless `continuing_episode` says
+    that it was cut off. StarCraft takes its seed when it is launched, at the first reset; later
+    seeds are not taken, since each would launch it anew. Never run with StarCraft: the tests have
+    a stand-in with SMAC's interface.
+    """
+
+    def __init__(self, make_one: Callable[..., Any]):
+        self._make_one, self._launched, self.env = make_one, False, make_one()
+        info = self.env.get_env_info()
+        count, obs_dim = info["n_agents"], info["obs_shape"]
+        self.observation_spaces = [Box(-np.inf, np.inf, (obs_dim,)) for _ in range(count)]
+        self.action_spaces = [Discrete(info["n_actions"]) for _ in range(count)]
+        self.action_masks = [np.ones(info["n_actions"]) for _ in range(count)]
+        self._state = np.zeros(info["state_shape"], np.float32)
+
+    def state(self) -> np.ndarray:
+        return self._state
+
+    def reset(self, seed: int | None, options: dict | None) -> None:
+        if not self._launched:
+            self.env, self._launched = self._make_one(seed=seed), True
+        self.env.reset()
+        self._look()
+
+    def step(self, actions: np.ndarray) -> tuple[list[float], bool, bool]:
+        alive = [observation is not None for observation in self.observations]
+        reward, over, info = self.env.step(np.where(alive, actions, 0).tolist())
+        self._look()
+        # Without any info the game was lost, and SMAC has started another.
+        truncated = bool(over) and (not info or bool(info.get("episode_limit")))
+        rewards = [float(reward) / len(alive)] * len(alive)
+        return rewards, bool(over) and not truncated, truncated
+
+    def _look(self) -> None:
+        self._state = np.array(self.env.get_state(), np.float32)
+        self.action_masks = [np.array(mask) for mask in self.env.get_avail_actions()]
+        observations = [np.array(obs, np.float32) for obs in self.env.get_obs()]
+        pairs = zip(observations, self.action_masks, strict=True)
+        self.observations = [None if mask[0] else obs for obs, mask in pairs]
+
+
 def _own_action(action: np.ndarray, space: gymnasium.Space) -> Any:
     """A padded action in the agent's own `space`: from its start on, clipped, without padding."""
     if isinstance(space, Discrete):
@@ -244,6 +294,8 @@ def _own_action(action: np.ndarray, space: gymnasium.Space) -> Any:
 
 def _multi_agent_maker(name: str, options: dict[str, Any]) -> Callable[[], _PettingZooEnv]:
     """A function that makes one env with several agents; ValueError if `name` is unknown."""
+    if name.startswith(SMAC):
+        return lambda: _SmacEnv(_smac_maker(name, options))
     if not name.startswith(PETTINGZOO):
         # Gymnasium's checker would warn that rewards are lists.
         make_one = maker(name, {"disable_env_checker": True, **options}, flat=False)
@@ -263,6 +315,26 @@ def _multi_agent_maker(name: str, options: dict[str, Any]) -> Callable[[], _Pett
         try:
             return _PettingZooEnv(module.parallel_env(**options))
         except Exception as error:
+            raise ValueError(f"{name}: {in_words(error)}") from error
+
+    return make_one
+
+
+def _smac_maker(name: str, options: dict[str, Any]) -> Callable[..., Any]:
+    """SMAC's `StarCraft2Env` of the map in `name`, whose seed is yet to be given."""
+    try:
+        module = importlib.import_module("smac.env")
+    except ImportError as error:
+        raise ValueError(
+            f"{name} needs SMAC ({in_words(error)}): pip install "
+            "git+https://github.com/oxwhirl/smac.git, and StarCraft II with SMAC's maps in the "
+            "folder SC2PATH, as its README says"
+        ) from error
+
+    def make_one(**seed: int | None) -> Any:
+        try:
+            return module.StarCraft2Env(map_name=name.removeprefix(SMAC), **options, **seed)
+        except (LookupError, TypeError) as error:  # of the map, of an option
             raise ValueError(f"{name}: {in_words(error)}") from error
 
     return make_one
