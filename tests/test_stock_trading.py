@@ -74,7 +74,7 @@ def test_equals_the_scalar_reference(kind, turbulence):
         obs, reward, terminated, truncated, _ = env.step(action)
         assert not terminated.any() and not truncated.any()
         for i, (cash, shares) in enumerate(state):
-            price = env.close[row[i] + 1].tolist()
+            price = env.prices[row[i] + 1].tolist()
             given = action[i].double().tolist()
             cash, shares, fees = reference_step(
                 kind, cash, shares, price, given, most[i], 0.01, sell_all[i]
@@ -104,7 +104,7 @@ def test_the_books_balance_and_cash_is_never_negative(kind):
     for action in actions_of(env, 199):
         before, shares, row = env.assets, env.shares, env.row
         env.step(action)
-        gain = (shares * (env.close[row + 1] - env.close[row])).sum(1)
+        gain = (shares * (env.prices[row + 1] - env.prices[row])).sum(1)
         error = env.assets - before - gain + env.ledger["fees"]
         assert error.abs().max() <= 1e-9 * scale
         assert env.cash.min() >= 0 and env.shares.min() >= 0

@@ -155,7 +155,7 @@ class StockTrading(VecEnv):
             single_action_space=Box(-1.0 if actions == "shares" else 0.0, 1.0, (count,)),
             max_episode_steps=window,
         )
-        self.close, self.features = close.to(self.device), features.to(self.device)
+        self.prices, self.features = close.to(self.device), features.to(self.device)
         self.starts = len(close) - window  # rows at which an episode may begin: the first so many
         kind = {"dtype": torch.float64, "device": self.device}
         self.cash = torch.full((num_envs,), self.capital, **kind)
@@ -173,7 +173,7 @@ class StockTrading(VecEnv):
     def _restart(self, mask: Tensor) -> None:
         draw = self.uniform(0.0, float(self.starts), dtype=torch.float64).long()
         row = torch.where(mask, draw.clamp(max=self.starts - 1), self.row)
-        price = self.close.index_select(0, row)  # (N, D)
+        price = self.prices.index_select(0, row)  # (N, D)
         if self.max_shares:
             most = torch.full_like(price, self.max_shares)
         else:
@@ -187,7 +187,7 @@ class StockTrading(VecEnv):
 
     def _simulate(self, action: Tensor) -> tuple[Tensor, Tensor]:
         row = self.row + 1
-        price = self.close.index_select(0, row)  # (N, D): the next close, at which all is executed
+        price = self.prices.index_select(0, row)  # (N, D): the next close, at which all is executed
         order = self._order(action.double(), price)
         if self.max_turbulence:
             turbulent = self.features.index_select(0, self.row)[:, :1] > 1.0
@@ -225,7 +225,7 @@ class StockTrading(VecEnv):
         return weight * assets.unsqueeze(1) / price - self.shares
 
     def _observe(self) -> Tensor:
-        value = self.shares * self.close.index_select(0, self.row)
+        value = self.shares * self.prices.index_select(0, self.row)
         own = torch.cat((self.cash.unsqueeze(1), value), 1) / self.assets.unsqueeze(1)
         return torch.cat((own.float(), self.features.index_select(0, self.row)), 1)
 
@@ -237,13 +237,13 @@ class StockTrading(VecEnv):
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
 
-        row, price = int(self.row[index]), self.close[self.row[index]]
+        row, price = int(self.row[index]), self.prices[self.row[index]]
         if self._drawn and row <= self._drawn[-1][0]:  # a new episode
             self._drawn.clear()
         held = (self.shares[index] * price / self.assets[index]).cpu().numpy()
         self._drawn.append((row, float(self.assets[index]), held))
         rows, assets, held = (np.array(column) for column in zip(*self._drawn, strict=True))
-        prices = self.close[torch.from_numpy(rows)].cpu().numpy()
+        prices = self.prices[torch.from_numpy(rows)].cpu().numpy()
         figure = Figure(figsize=(6.4, 4.8))
         top, bottom = figure.subplots(2, sharex=True)
         top.plot(self.dates[rows], assets / self.capital, label="agent")

@@ -1,0 +1,431 @@
+"""Back-test trained policies of StockTrading on the years that none of them has seen.
+
+    python benchmark/backtest.py RUN_DIR...                   runs that differ in their seed only
+    python benchmark/backtest.py RUN_DIR... --tried DIR...    all others that were tried, too
+    python benchmark/backtest.py RUN_DIR... --walk-forward 4  trains each anew before each fold
+    python benchmark/backtest.py RUN_DIR... --ensemble        FinRL's: the best one of each quarter
+    python benchmark/backtest.py RUN_DIR... --figure backtest.png
+
+Of each run it takes the snapshot (best.pt or last.pt) with the higher Sharpe ratio on the
+validation years, and trades on the test years, by the dates of the run's own --env. The table
+stands at several fees, beside holding all stocks, equal weights restored daily, and the index.
+What it says of chance:
+
+- Sharpe ratio S with its standard error √((1 − γ₃S + ¼(γ₄ − 1)S²) / (n − 1)), γ₃ and γ₄ the
+  skewness and kurtosis of the n returns (Mertens 2002);
+- deflated Sharpe ratio (Bailey and López de Prado 2014): the probability that the best run's true
+  Sharpe ratio is above 0, given that it is the best of N that were tried. Below 0.95 it may be
+  luck. Also of the returns in excess of equal weights: in a rising market everybody is above 0;
+- probability of back-test overfitting (Bailey et al. 2017): how often the run that is best on one
+  half of 16 blocks of time is below the median on the other half. 0.5 is chance.
+"""
+
+import csv
+import importlib
+import itertools
+import shlex
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import NormalDist
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import tyro
+from torch import Tensor
+
+import vec_envs
+from algos import play
+from algos.worker_learner import UserError
+from algos.worker_learner.arguments import say_in_one_sentence
+from vec_envs.stock_trading import StockTrading, load_market
+
+sys.path.insert(0, str(Path(__file__).parent))
+from returns import commit
+
+RESULTS = Path(__file__).parent / "results" / "stock.csv"
+YEAR, QUARTER = 252, 63  # days of trading
+METRICS = {
+    "cumulative": "cumulative return",
+    "annual": "annual return",
+    "volatility": "volatility",
+    "sharpe": "Sharpe",
+    "sharpe_error": "± error",
+    "drawdown": "max. drawdown",
+    "calmar": "Calmar",
+    "turnover": "turnover a year",
+    "fees": "fees / capital",
+}
+
+
+@dataclass
+class Options:
+    """Back-test trained policies of StockTrading."""
+
+    run_dirs: tyro.conf.Positional[list[str]]
+    """folders of runs that differ in nothing but their seed"""
+    tried: list[str] = field(default_factory=list)
+    """folders of all other runs that were tried before these: they count for the deflated Sharpe
+    ratio and the probability of overfitting"""
+    fees: list[float] = field(default_factory=lambda: [0.0, 0.001, 0.002])
+    """parts of the value traded; 0.001 is 10 basis points"""
+    walk_forward: int = 0
+    """train anew before each of so many equal folds of the test years (0: do not)"""
+    ensemble: bool = False
+    """in each quarter trade by the run with the best Sharpe ratio in the quarter before"""
+    figure: str = ""
+    """draw equity, drawdown and holdings into this file"""
+    results: str = ""
+    """append the table's rows to this .csv"""
+    what: str = "backtest"
+    """the first column of these rows"""
+
+
+class Account(NamedTuple):
+    """What trading over T rows left in the books."""
+
+    dates: np.ndarray  # (T + 1,), the first is the eve
+    assets: np.ndarray  # (T + 1,), the first is the capital
+    fees: np.ndarray  # (T,)
+    traded: np.ndarray  # (T,) value sold and bought
+    weights: np.ndarray  # (T, D) parts of the assets in each stock
+
+    @property
+    def returns(self) -> np.ndarray:
+        return np.diff(self.assets) / self.assets[:-1]
+
+
+@torch.no_grad()
+def trade(policy: Callable[[Tensor], Tensor], env: StockTrading) -> Account:
+    """One episode of the first env, by policy: observation (1, obs_dim) -> action (1, D)."""
+    obs, _ = env.reset(seed=0)
+    books = []
+    for row in range(1, env.max_episode_steps + 1):
+        obs, *_ = env.step(policy(obs))
+        book = env.ledger
+        weights = (book["shares"][0] * env.prices[row] / book["assets"][0]).numpy()
+        books.append((*(book[key].item() for key in ("assets", "fees", "traded")), weights))
+    assets, fees, traded, weights = (np.array(column) for column in zip(*books, strict=True))
+    return Account(env.dates, np.append(env.capital, assets), fees, traded, weights)
+
+
+def chain(accounts: list[Account]) -> Account:
+    """Accounts of one fold after another: each begins with what the one before it ended with."""
+    whole = accounts[0]
+    for later in accounts[1:]:
+        factor = whole.assets[-1] / later.assets[0]
+        assets = np.append(whole.assets, factor * later.assets[1:])
+        fees, traded = (factor * x for x in (later.fees, later.traded))
+        books = (whole.fees, fees), (whole.traded, traded), (whole.weights, later.weights)
+        dates = np.append(whole.dates, later.dates[1:])
+        whole = Account(dates, assets, *(np.concatenate(pair) for pair in books))
+    return whole
+
+
+# Statistics. The formulas are compared with empyrical-reloaded's and ffn's in the tests.
+
+
+def sharpe(returns: np.ndarray) -> float:
+    """Mean / standard deviation of a period, without a riskless rate; 0 where nothing moves."""
+    deviation = returns.std(ddof=1)
+    return float(returns.mean() / deviation) if deviation > 0 else 0.0
+
+
+def sharpe_error(returns: np.ndarray) -> float:
+    """Standard error of `sharpe` for returns that are independent, but not normal."""
+    ratio, away = sharpe(returns), returns - returns.mean()
+    deviation = max(returns.std(), 1e-300)
+    skewness, kurtosis = ((away**k).mean() / deviation**k for k in (3, 4))
+    variance = 1 - skewness * ratio + (kurtosis - 1) / 4 * ratio**2
+    return float(np.sqrt(max(variance, 0.0) / (len(returns) - 1)))
+
+
+def drawdown(assets: np.ndarray) -> np.ndarray:
+    """How far below its highest value so far, as a part of it (T,), at most 0."""
+    return assets / np.maximum.accumulate(assets) - 1
+
+
+def metrics(account: Account, year: float = YEAR) -> dict[str, float]:
+    """The numbers of METRICS; `year` is the number of rows in one."""
+    returns, assets = account.returns, account.assets
+    cumulative = assets[-1] / assets[0] - 1
+    annual = (1 + cumulative) ** (year / len(returns)) - 1
+    deepest = drawdown(assets).min()
+    return {
+        "cumulative": cumulative,
+        "annual": annual,
+        "volatility": returns.std(ddof=1) * np.sqrt(year),
+        "sharpe": sharpe(returns) * np.sqrt(year),
+        "sharpe_error": sharpe_error(returns) * np.sqrt(year),
+        "drawdown": deepest,
+        "calmar": annual / -deepest if deepest else np.nan,
+        "turnover": (account.traded / 2 / assets[:-1]).mean() * year,
+        "fees": account.fees.sum() / assets[0],
+    }
+
+
+def deflated_sharpe(returns: np.ndarray, trials: list[float]) -> float:
+    """Probability that the true Sharpe ratio is above what the best of the trials has by luck.
+
+    `trials`: Sharpe ratios of a period (see `sharpe`) of all that was tried, this one included.
+    Expected best of N without skill: σ ((1 − γ) Z(1 − 1/N) + γ Z(1 − 1/(N e))), γ Euler's constant.
+    """
+    luck, count, quantile = 0.0, len(trials), NormalDist().inv_cdf
+    if count > 1:
+        gamma = np.euler_gamma
+        luck = (1 - gamma) * quantile(1 - 1 / count) + gamma * quantile(1 - 1 / (count * np.e))
+        luck *= np.std(trials, ddof=1)
+    return NormalDist().cdf((sharpe(returns) - luck) / max(sharpe_error(returns), 1e-300))
+
+
+def overfitting(returns: np.ndarray, blocks: int = 16) -> float:
+    """Probability of back-test overfitting by combinatorially symmetric cross-validation.
+
+    `returns` (T, N) of N ≥ 2 trials. For every choice of half of the blocks: the rank, on the other
+    half, of the trial that is best on this one.
+    """
+    length, trials = len(returns) // blocks, returns.shape[1]
+    parts = returns[: length * blocks].reshape(blocks, length, trials)
+    sums, squares = parts.sum(1), (parts**2).sum(1)  # (blocks, N)
+    chosen = np.array(list(itertools.combinations(range(blocks), blocks // 2)))
+    halves = np.zeros((len(chosen), blocks))
+    np.put_along_axis(halves, chosen, 1.0, 1)
+
+    def sharpes(mask: np.ndarray) -> np.ndarray:  # (combinations, N)
+        n = length * blocks // 2
+        mean = mask @ sums / n
+        return mean / np.sqrt((mask @ squares - n * mean**2) / (n - 1))
+
+    inside, outside = sharpes(halves), sharpes(1 - halves)
+    best = np.take_along_axis(outside, inside.argmax(1)[:, None], 1)
+    rank = (outside < best).sum(1) + ((outside == best).sum(1) + 1) / 2  # from 1, ties in between
+    return float((rank / (trials + 1) <= 0.5).mean())
+
+
+# Policies.
+
+
+def with_options(name: str, **options: object) -> str:
+    """An environment's name with further options, which replace those it has."""
+    return ",".join((name, *(f"{key}={value}" for key, value in options.items())))
+
+
+def make_env(name: str) -> StockTrading:
+    try:
+        return vec_envs.make(name, 1)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+
+
+def snapshot(run_dir: str) -> dict:
+    """best.pt or last.pt of a run, whichever has the higher Sharpe ratio in validation."""
+    found = {}
+    for checkpoint in ("best", "last"):
+        if not Path(run_dir, f"{checkpoint}.pt").exists() and found:
+            continue
+        saved = play.load(play.Args(run_dir, checkpoint=checkpoint))
+        if vec_envs.base_name(saved["args"]["env"]) != "StockTrading":
+            raise UserError(f"{run_dir} is a run on {saved['args']['env']}, not on StockTrading")
+        account = trade(*agent_and_env(saved, split="validation"))
+        found[sharpe(account.returns)] = {**saved, "checkpoint": checkpoint}
+    return found[max(found)]
+
+
+def agent_and_env(saved: dict, **options: object) -> tuple[Callable, StockTrading]:
+    name = with_options(saved["args"]["env"], **options)
+    return play.make({**saved, "args": {**saved["args"], "env": name}}, 1, 0)
+
+
+def fold_names(name: str, folds: int) -> list[str]:
+    """The environment for each fold of the test years, all that was before it for training."""
+    test, validation = (make_env(with_options(name, split=s)).dates for s in ("test", "validation"))
+    ahead = test[1] - validation[1]  # validation is as long as it was
+    edges = [test[1 + (len(test) - 1) * i // folds] for i in range(folds)]
+    ends = [*edges[1:], test[-1] + 1]
+    return [
+        with_options(name, validation=start - ahead, test=start, end=end)
+        for start, end in zip(edges, ends, strict=True)
+    ]
+
+
+def snapshots(run_dir: str, folds: int) -> list[dict]:
+    """One policy, or one for each fold, trained where it is not yet."""
+    chosen = snapshot(run_dir)
+    if not folds:
+        return [chosen]
+    found, script = [], importlib.import_module(f"algos.{chosen['script']}")
+    for number, name in enumerate(fold_names(chosen["args"]["env"], folds), 1):
+        folder = f"{run_dir}/walk_forward/{number}_of_{folds}"
+        own = {"env": name, "run_dir": folder, "resume": ""}
+        last = Path(folder, "last.pt")
+        if (
+            not last.exists()
+            or play.load(play.Args(folder, checkpoint="last"))["step"]
+            < (chosen["args"]["total_steps"])
+        ):
+            own["resume"] = folder if Path(folder, "args.json").exists() else ""
+            script.train(script.Args(**{**chosen["args"], **own}))
+        found.append(snapshot(folder))
+    return found
+
+
+def account_of(policies: list[dict], fee: float) -> Account:
+    return chain([trade(*agent_and_env(saved, split="test", fee=fee)) for saved in policies])
+
+
+def ensemble(runs: list[dict], fee: float) -> tuple[Account, list[int]]:
+    """FinRL's strategy (Yang et al. 2020) -> its account, and which run traded in each quarter.
+
+    All agents keep a paper account, from a quarter before the test on. In each quarter that agent
+    trades whose paper account had the best Sharpe ratio in the quarter before. It takes over the
+    shares that its predecessor held. Unlike FinRL's, agents are not trained again.
+    """
+    agents, envs = zip(
+        *(agent_and_env(saved, split="test", fee=fee) for saved in runs), strict=True
+    )
+    dates = make_env(with_options(runs[0]["args"]["env"], split="all")).dates
+    before = dates[np.searchsorted(dates, envs[0].dates[1]) - QUARTER]
+    paper = [trade(*agent_and_env(saved, split="test", test=before, fee=fee)) for saved in runs]
+    table = np.stack([account.returns for account in paper], 1)  # (T + a quarter, runs)
+    quarters = range(0, envs[0].max_episode_steps, QUARTER)
+    chosen = [int(np.argmax([sharpe(r) for r in table[q : q + QUARTER].T])) for q in quarters]
+    step = itertools.count()
+    return trade(lambda obs: agents[chosen[next(step) // QUARTER]](obs), envs[0]), chosen
+
+
+def baselines(name: str, fee: float) -> dict[str, Account]:
+    """What needs no learning, in the same environment: buy and hold, equal weights, the index."""
+    hold = make_env(with_options(name, split="test", fee=fee, actions="shares", max_shares=0))
+    equal = make_env(with_options(name, split="test", fee=fee, actions="weights"))
+    stocks = len(hold.stocks)
+    orders = itertools.chain([torch.ones(1, stocks)], itertools.repeat(torch.zeros(1, stocks)))
+    found = {
+        "buy and hold": trade(lambda obs: next(orders), hold),
+        "equal weights": trade(lambda obs: torch.full((1, stocks), 1 / stocks), equal),
+    }
+    options = dict(word.split("=", 1) for word in name.split(",")[1:])
+    if options.get("data", "sp500") == "sp500":
+        index = load_market("sp500_index")
+        price = index.close[np.searchsorted(index.dates, hold.dates), 0]
+        nothing = np.zeros(len(price) - 1)
+        ones = np.ones((len(price) - 1, 1))
+        found["S&P 500 (price)"] = Account(hold.dates, 1e6 * price / price[0], *[nothing] * 2, ones)
+    return found
+
+
+# What is shown.
+
+
+def line(label: str, values: list[dict[str, float]]) -> str:
+    """A row of the table: the value, or mean ± standard deviation over seeds."""
+    cells = []
+    for key in METRICS:
+        numbers = np.array([value[key] for value in values])
+        percent = key not in ("sharpe", "sharpe_error", "calmar", "turnover")
+        form = (lambda x: f"{100 * x:.1f} %") if percent else (lambda x: f"{x:.2f}")
+        spread = f" ± {form(numbers.std(ddof=1))}" if len(numbers) > 1 else ""
+        cells.append(form(numbers.mean()) + spread)
+    return " | ".join((f"| {label}", *cells)) + " |"
+
+
+def draw(file: str, accounts: list[Account], others: dict[str, Account]) -> None:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise UserError('--figure needs matplotlib: pip install -e ".[plot]"') from None
+    figure = Figure(figsize=(8, 9), layout="constrained")
+    equity, below, held = figure.subplots(3, sharex=True)
+    named = [(f"run {i}", account) for i, account in enumerate(accounts, 1)]
+    for label, account in (*named, *others.items()):
+        style = "--" if label in others else "-"
+        relative = account.assets / account.assets[0]
+        equity.plot(account.dates, relative, style, label=label, linewidth=1)
+        below.plot(account.dates, 100 * drawdown(account.assets), style, linewidth=1)
+    equity.set_ylabel("assets / capital")
+    equity.legend(fontsize="small")
+    below.set_ylabel("drawdown, percent")
+    held.stackplot(accounts[0].dates[1:], accounts[0].weights.T)
+    held.set(ylim=(0, 1), ylabel="holdings of run 1, parts of its assets")
+    figure.savefig(file, dpi=120)
+
+
+def append_rows(file: str, rows: list[dict]) -> None:
+    path = Path(file)
+    with open(path, "a", newline="") as target:
+        writer = csv.DictWriter(target, list(rows[0]), lineterminator="\n")
+        if not path.stat().st_size:
+            writer.writeheader()
+        writer.writerows(rows)
+
+
+def main(options: Options) -> list[dict]:
+    """Print everything -> the rows of the table, one a strategy, seed and fee."""
+    torch.set_num_threads(1)
+    if options.walk_forward < 0 or options.walk_forward > 100:
+        raise UserError(f"--walk-forward is {options.walk_forward}; allowed is from 0 to 100")
+    runs = [snapshots(run_dir, options.walk_forward) for run_dir in options.run_dirs]
+    env, fees = runs[0][0]["args"]["env"], options.fees
+    whole = snapshot(options.run_dirs[0])["args"]["env"] if options.walk_forward else env
+    dates = make_env(with_options(whole, split="test")).dates
+    days = (dates[-1] - dates[1]) / np.timedelta64(1, "D")
+    year = YEAR if np.diff(dates).min() >= np.timedelta64(1, "D") else len(dates) / days * 365.25
+    script = runs[0][0]["script"]
+    which = ", ".join(
+        f"{Path(d).name}: {r[0]['checkpoint']}.pt"
+        for d, r in zip(options.run_dirs, runs, strict=True)
+    )
+    print(f"{script} on {whole}, test {dates[1]} to {dates[-1]} ({len(dates) - 1} rows)")
+    print(f"snapshots by the Sharpe ratio in validation: {which}")
+    rows, shown = [], {}
+    command = shlex.join(["python", "benchmark/backtest.py", *(Path(x).name for x in sys.argv[1:])])
+    for fee in fees:
+        own = [account_of(policies, fee) for policies in runs]
+        others = baselines(whole, fee)
+        if options.ensemble:
+            others["ensemble"], chosen = ensemble([policies[0] for policies in runs], fee)
+        shown[fee] = own, others
+        print(f"\nfee {1e4 * fee:g} basis points\n\n| | {' | '.join(METRICS.values())} |")
+        print("|---" * (len(METRICS) + 1) + "|")
+        print(
+            line(
+                f"{script}, {len(own)} seed{'s' * (len(own) > 1)}", [metrics(x, year) for x in own]
+            )
+        )
+        entries = [(script, p[0]["args"]["seed"], x) for p, x in zip(runs, own, strict=True)]
+        for label, account in others.items():
+            print(line(label, [metrics(account, year)]))
+            entries.append((label, "", account))
+        for strategy, seed, account in entries:
+            numbers = {key: f"{value:.5g}" for key, value in metrics(account, year).items()}
+            facts = {"what": options.what, "strategy": strategy, "env": whole, "seed": seed}
+            facts |= {"fee": fee, **numbers, "commit": commit(), "command": command}
+            rows.append(facts)
+    if options.ensemble:
+        print(f"\nensemble, run that traded in each quarter: {[x + 1 for x in chosen]}")
+
+    fee = min(fees, key=lambda fee: abs(fee - 0.001))
+    own, others = shown[fee]
+    tried = [account_of(snapshots(run_dir, options.walk_forward), fee) for run_dir in options.tried]
+    table = np.stack([account.returns for account in (*own, *tried)], 1)  # (T, N)
+    equal = others["equal weights"].returns[:, None]
+    print(f"\nat {1e4 * fee:g} basis points, {table.shape[1]} runs tried:")
+    for label, returns in (("above 0", table), ("above equal weights", table - equal)):
+        trials = [sharpe(column) for column in returns.T]
+        best = returns[:, int(np.argmax(trials))]
+        chance = deflated_sharpe(best, trials)
+        ratio = max(trials) * np.sqrt(year)
+        print(f"  best Sharpe ratio {label}: {ratio:.2f}, deflated {chance:.3f} (luck below 0.95)")
+    if table.shape[1] > 1:
+        print(f"  probability of back-test overfitting: {overfitting(table):.2f} (chance: 0.5)")
+    if options.figure:
+        draw(options.figure, own, others)
+    if options.results:
+        append_rows(options.results, rows)
+    return rows
+
+
+if __name__ == "__main__":
+    sys.excepthook = say_in_one_sentence
+    main(tyro.cli(Options))

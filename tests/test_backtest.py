@@ -1,0 +1,242 @@
+"""benchmark/backtest.py: its formulas against other packages, and real runs from end to end."""
+
+import csv
+import importlib.util
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import vec_envs
+from algos.worker_learner import UserError
+
+ROOT = Path(__file__).parent.parent
+WALK = "StockTrading,data=random_walk,actions=weights"
+
+
+@pytest.fixture(scope="module")
+def backtest():
+    path = ROOT / "benchmark" / "backtest.py"
+    spec = importlib.util.spec_from_file_location("backtest", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["backtest"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def account(backtest):
+    """An account of 1000 days: skewed returns with a mean."""
+    rng = np.random.default_rng(0)
+    returns = 0.0007 + 0.01 * (rng.gamma(4, size=1000) - 4) / 2
+    dates = np.datetime64("2018-12-31") + np.arange(1001)
+    assets = 1e6 * np.append(1, 1 + returns).cumprod()
+    return backtest.Account(
+        dates, assets, np.full(1000, 10.0), assets[:-1] / 100, np.ones((1000, 1))
+    )
+
+
+def test_metrics_are_those_of_empyrical(backtest, account):
+    empyrical = pytest.importorskip("empyrical")
+    found, returns = backtest.metrics(account), account.returns
+    expected = {
+        "cumulative": empyrical.cum_returns_final(returns),
+        "annual": empyrical.annual_return(returns),
+        "volatility": empyrical.annual_volatility(returns),
+        "sharpe": empyrical.sharpe_ratio(returns),
+        "drawdown": empyrical.max_drawdown(returns),
+        "calmar": empyrical.calmar_ratio(returns),
+    }
+    for key, value in expected.items():
+        assert found[key] == pytest.approx(value, rel=1e-9), key
+    assert found["fees"] == pytest.approx(1000 * 10 / 1e6)
+    assert found["turnover"] == pytest.approx(252 * 0.005)  # half of what was sold and bought
+
+
+def trials_of(count: int, mean: float = 0.0, rows: int = 1005) -> np.ndarray:
+    rng = np.random.default_rng(count)
+    common = rng.standard_normal((rows, 1))
+    return 0.01 * (common + rng.standard_normal((rows, count))) + mean * np.arange(count)
+
+
+@pytest.mark.parametrize("count", [1, 2, 20])
+def test_the_deflated_sharpe_ratio_is_that_of_ffn(backtest, count):
+    ffn, pandas = pytest.importorskip("ffn"), pytest.importorskip("pandas")
+    returns = trials_of(count, 2e-5) + 5e-4
+    ratios = [backtest.sharpe(column) for column in returns.T]
+    best = returns[:, int(np.argmax(ratios))]
+    series = pandas.Series(best, pandas.bdate_range("2019-01-01", periods=len(best)))
+    expected = ffn.calc_deflated_sharpe_ratio(series, ratios, nperiods=252, annualized_trials=False)
+    assert 0.05 < expected < 0.999
+    assert backtest.deflated_sharpe(best, ratios) == pytest.approx(expected, abs=1e-3)
+
+
+@pytest.mark.parametrize(("count", "mean"), [(2, 0.0), (7, 0.0), (7, 1e-4)])
+def test_the_probability_of_overfitting_is_that_of_ffn(backtest, count, mean):
+    ffn, pandas = pytest.importorskip("ffn"), pytest.importorskip("pandas")
+    returns = trials_of(count, mean)
+    expected = ffn.calc_prob_backtest_overfitting(pandas.DataFrame(returns), n_blocks=8)
+    assert 0 < expected < 1
+    assert backtest.overfitting(returns, blocks=8) == pytest.approx(expected, abs=1e-12)
+
+
+def test_the_standard_error_of_the_sharpe_ratio_is_its_spread(backtest):
+    """Of 3000 histories of skewed returns the ratios spread as the formula says."""
+    rng = np.random.default_rng(0)
+    histories = 0.0015 + 0.01 * (4 - rng.gamma(4, size=(3000, 500))) / 2
+    spread = np.std([backtest.sharpe(h) for h in histories])
+    said = np.mean([backtest.sharpe_error(h) for h in histories])
+    assert said == pytest.approx(spread, rel=0.05)
+
+
+def test_a_chain_of_folds_is_the_whole(backtest, account):
+    """Cut where nobody would notice, it is the same account again."""
+    parts = []
+    for rows in (slice(0, 400), slice(400, 1000)):
+        more = slice(rows.start, rows.stop + 1)
+        scale = 1e6 / account.assets[rows.start]
+        books = (scale * x[rows] for x in (account.fees, account.traded))
+        assets = scale * account.assets[more]
+        parts.append(backtest.Account(account.dates[more], assets, *books, account.weights[rows]))
+    dates, *books = backtest.chain(parts)
+    assert np.array_equal(dates, account.dates)
+    for one, other in zip(books, account[1:], strict=True):
+        assert one.shape == other.shape and np.allclose(one, other, rtol=1e-12, atol=0)
+
+
+def test_trade_keeps_the_books_of_the_environment(backtest):
+    env = vec_envs.make(f"{WALK},split=test,fee=0.002", 1)
+    weights = itertools.cycle((torch.full((1, 20), 0.05), torch.eye(20)[:1], torch.zeros(1, 20)))
+    account = backtest.trade(lambda obs: next(weights), env)
+    steps = env.max_episode_steps
+    assert account.dates.shape == account.assets.shape == (steps + 1,)
+    assert account.weights.shape == (steps, 20)
+    assert account.fees == pytest.approx(0.002 * account.traded)
+    assert account.weights[0] == pytest.approx(0.05, abs=1e-3)
+    assert account.weights[1] == pytest.approx(np.eye(20)[0], abs=2e-3)
+    assert account.weights[2] == pytest.approx(0.0, abs=1e-12)
+    prices = env.prices.numpy()
+    held = account.weights[:-1] * (prices[2:] / prices[1:-1] - 1)  # from step 1 on
+    expected = held.sum(1) - account.fees[1:] / account.assets[1:-1]
+    assert account.returns[1:] == pytest.approx(expected, abs=1e-12)
+
+
+def test_folds_cover_the_test_years_once_and_train_before_them(backtest):
+    whole = vec_envs.make(f"{WALK},split=test", 1).dates[1:]
+    names = backtest.fold_names(WALK, 3)
+    tests = [vec_envs.make(f"{name},split=test", 1).dates[1:] for name in names]
+    assert np.array_equal(np.concatenate(tests), whole)
+    for name, test in zip(names, tests, strict=True):
+        train = vec_envs.make(name, 1).dates
+        validation = vec_envs.make(f"{name},split=validation", 1).dates[1:]
+        assert train[-1] < validation[0] and validation[-1] < test[0]
+        assert 700 < (test[0] - validation[0]).astype(int) < 740  # two years, as it was
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> list[str]:
+    """Two short runs."""
+    folders = [str(tmp_path_factory.mktemp("runs") / f"seed{seed}") for seed in (1, 2)]
+    for seed, folder in enumerate(folders, 1):
+        command = [sys.executable, "algos/ppo.py", "--env", f"{WALK},steps=30", "--seed", str(seed)]
+        command += ["--total-steps", "2048", "--num-envs", "16", "--eval-episodes", "2"]
+        command += ["--compile", "none", "--run-dir", folder]
+        subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    return folders
+
+
+def test_real_runs_from_end_to_end(runs, tmp_path):
+    command = [sys.executable, "benchmark/backtest.py", *runs, "--ensemble"]
+    command += ["--results", str(tmp_path / "stock.csv"), "--figure", str(tmp_path / "a.png")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "2 runs tried" in done.stdout and "probability of back-test overfitting" in done.stdout
+    with open(tmp_path / "stock.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    strategies = ["ppo", "ppo", "buy and hold", "equal weights", "ensemble"]
+    assert [row["strategy"] for row in rows] == 3 * strategies
+    assert [row["fee"] for row in rows] == [
+        fee for fee in ("0.0", "0.001", "0.002") for _ in "12345"
+    ]
+    by_fee = [float(row["cumulative"]) for row in rows if row["strategy"] == "equal weights"]
+    assert by_fee[0] > by_fee[1] > by_fee[2]
+    assert os.path.getsize(tmp_path / "a.png") > 10_000
+
+
+def test_the_snapshot_is_chosen_in_validation(backtest, runs, monkeypatch):
+    seen = []
+    real = backtest.trade
+
+    def watched(policy, env):
+        seen.append((str(env.dates[1]), str(env.dates[-1])))
+        account = real(policy, env)
+        grows = np.linspace(1, 2 if len(seen) == 2 else 0.5, len(account.assets)) ** 2
+        return account._replace(assets=1e6 * grows)  # the second one looks better
+
+    monkeypatch.setattr(backtest, "trade", watched)
+    assert backtest.snapshot(runs[0])["checkpoint"] == "last"
+    assert seen == 2 * [("2017-01-02", "2018-12-31")]
+
+
+def test_walk_forward_trains_a_policy_for_each_fold(backtest, runs):
+    policies = backtest.snapshots(runs[0], 2)
+    assert [Path(p["args"]["run_dir"]).name for p in policies] == ["1_of_2", "2_of_2"]
+    account = backtest.account_of(policies, 0.001)
+    assert np.array_equal(account.dates, vec_envs.make(f"{WALK},split=test", 1).dates)
+    stamps = [os.stat(p["args"]["run_dir"] + "/last.pt").st_mtime_ns for p in policies]
+    backtest.snapshots(runs[0], 2)  # not trained again
+    assert stamps == [os.stat(p["args"]["run_dir"] + "/last.pt").st_mtime_ns for p in policies]
+
+
+def test_the_ensemble_follows_the_best_of_the_quarter_before(backtest, runs, monkeypatch):
+    """Two agents, cash and the first stock: it holds the stock after quarters that were good."""
+    real = backtest.agent_and_env
+    policies = {1: lambda obs: torch.zeros(1, 20), 2: lambda obs: torch.eye(20)[:1]}
+
+    def fake(saved, **options):
+        return policies[saved["args"]["seed"]], real(saved, **options)[1]
+
+    saved = [backtest.snapshot(folder) for folder in runs]
+    monkeypatch.setattr(backtest, "agent_and_env", fake)
+    account, chosen = backtest.ensemble(saved, 0.0)
+    env = vec_envs.make(f"{WALK},split=test", 1)
+    market = vec_envs.make(f"{WALK},split=all", 1)
+    start = int(np.searchsorted(market.dates, env.dates[1]))
+    returns = (market.prices[1:, 0] / market.prices[:-1, 0] - 1).numpy()  # entry t − 1: row t
+    for quarter, choice in enumerate(chosen):
+        row = start + 63 * (quarter - 1)
+        before = returns[row : row + 62]  # of rows row + 1 on; bought at the close of `row`
+        if quarter:  # a paper account that goes on already holds the stock at its first row
+            before = returns[row - 1 : row + 62]
+        assert choice == int(before.mean() > 0)
+        held = account.weights[63 * quarter : 63 * (quarter + 1), 0]
+        assert held == pytest.approx(float(choice), abs=1e-6)
+    assert len(set(chosen)) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["/nowhere"], "is not the folder of a run"),
+        (["RUN", "--walk-forward", "-1"], "--walk-forward is -1; allowed is from 0 to 100"),
+    ],
+)
+def test_errors_are_one_sentence(arguments, message, runs):
+    words = [runs[0] if word == "RUN" else word for word in arguments]
+    command = [sys.executable, "benchmark/backtest.py", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode and message in done.stderr and "Traceback" not in done.stderr
+
+
+def test_another_environment_is_refused(backtest, tmp_path):
+    torch.save(
+        {"script": "ppo", "args": {"env": "CartPole"}, "step": 1, "agent": {}},
+        tmp_path / "best.pt",
+    )
+    with pytest.raises(UserError, match="is a run on CartPole, not on StockTrading"):
+        backtest.snapshot(str(tmp_path))
