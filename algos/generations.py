@@ -1,0 +1,116 @@
+"""Generational evolution of any script of the collection (population-based training).
+
+Jaderberg et al. 2017, arXiv:1711.09846; with the fusion of ElegantRL-Podracer (Liu et al. 2021,
+arXiv:2112.05923). N agents train for one period. Then an evaluator scores every agent, and a
+selector replaces agent i by a copy of one of the best, j, if
+
+    score_j − score_i > √(error_i² + error_j²)          error: the standard error of a score
+
+The copy goes on with other random numbers, and with hyper-parameters times 0.8 or 1.25.
+
+    python algos/generations.py --algo ppo --env Hopper --agents 8
+    python algos/generations.py --algo ppo --env Ant --agents 10 --fuse 3 -- --epochs 8
+
+With `--fuse K` an agent is trained K times with different seeds in each period, and networks and
+optimizer moments become the mean of the K runs.
+
+What differs from the papers:
+- an agent is replaced only if the gap is larger than its error, on episodes that nobody trained on;
+- all K runs have the same weight 1/K (theirs are averaged one after another: ¼, ¼, ½);
+- agents with odd numbers can have a longer period, `--slow` (Li et al. 2025, arXiv:2506.03225);
+- the best agent is scored again on fresh episodes, since the highest of many scores is too high.
+"""
+
+import sys
+from dataclasses import dataclass
+
+import tyro
+
+from algos.worker_learner.agents import Agent, PopulationArgs, is_better, split_words
+from algos.worker_learner.arguments import UserError, say_in_one_sentence, tell
+from algos.worker_learner.population import Population, ending, replay
+
+
+@dataclass
+class Args(PopulationArgs):
+    """Generations of agents of one script. After -- come flags for the script."""
+
+    algo: str = "ppo"
+    """name of a script in algos/, or a path"""
+    fuse: int = 1
+    """runs inside an agent with different seeds, whose networks become their mean"""
+    survivors: float = 0.25
+    """part of the agents, the best ones, of which copies are made"""
+    slow: int = 1
+    """agents with odd numbers can be replaced only after so many periods (1: after each)"""
+
+
+def select(members: list[Agent | None], generation: int, args: Args) -> list[tuple[Agent, bool]]:
+    """For each member of the next generation: its parent, and whether that is a copy of another.
+
+    `members[i]` is None where member i failed: it is always replaced.
+    """
+    living = [agent for agent in members if agent is not None]
+    ranked = sorted(living, key=lambda agent: (-agent.score, agent.id))
+    best = ranked[: max(1, int(args.survivors * len(members)))]
+    parents, copies = [], 0
+    for number, agent in enumerate(members):
+        protected = number % 2 == 1 and generation % args.slow > 0
+        candidate = best[copies % len(best)]
+        if agent is None or (not protected and is_better(candidate, agent) and agent not in best):
+            parents.append((candidate, True))
+            copies += 1
+        else:
+            parents.append((agent, False))
+    return parents
+
+
+def members_of(population: Population, generation: int, count: int) -> list[Agent | None]:
+    members: list[Agent | None] = [None] * count
+    for agent in population.agents.values():
+        if agent.generation == generation:
+            members[agent.member] = agent
+    return members
+
+
+def evolve(population: Population, args: Args) -> None:
+    """All generations, each begun where an earlier process has not begun it."""
+    generations = max(1, args.total_steps // population.period)
+    population.expected = generations * args.agents
+    parents: list[tuple[Agent, bool]] = []
+    for generation in range(1, generations + 1):
+        failed = [x for x in population.journal if x["event"] == "failed"]
+        known = {x["member"] for x in failed if x["generation"] == generation}
+        begun = (*population.agents.values(), *population.flights.values())
+        known |= {agent.member for agent in begun if agent.generation == generation}
+        for member in sorted(set(range(args.agents)) - known):
+            place = {"generation": generation, "member": member, "fuse": args.fuse}
+            if parents:
+                population.child(*parents[member], **place)
+            else:
+                population.fresh(args.algo, **place)
+        while population.flights:
+            population.work()
+        members = members_of(population, generation, args.agents)
+        if not any(members):
+            where = population.root / "failed"
+            raise UserError(f"all agents of generation {generation} failed; see {where}")
+        if all(agent.step >= args.total_steps for agent in members if agent):
+            break
+        parents = select(members, generation, args)
+
+
+def main(args: Args, words: list[str]) -> None:
+    population = Population(args, [args.algo], words, "generations")
+    with ending(population):
+        if args.replay:
+            tell(f"Trained again: {replay(population, args.replay)}")
+            return
+        evolve(population, args)
+        population.finish()
+
+
+if __name__ == "__main__":
+    sys.excepthook = say_in_one_sentence
+    ours, theirs = split_words(sys.argv[1:])
+    main(tyro.cli(Args, args=ours, config=(tyro.conf.FlagCreatePairsOff,)), theirs)

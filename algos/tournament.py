@@ -1,0 +1,129 @@
+"""Tournament-based ensemble training: an asynchronous pool of agents and a leaderboard.
+
+After ElegantRL-Podracer (Liu et al. 2021, arXiv:2112.05923). Nobody waits for anybody:
+
+- the orchestrator keeps as many agents in training as there is room for: with more cores or nodes
+  it starts more, with fewer it stops those with the weakest parents, which go on later;
+- the generator says what is trained next when there is room: a fresh agent, of one of the scripts
+  in turn, or one that goes on where an agent of the leaderboard ended;
+- the updater scores a trained agent and puts it on the leaderboard, which has all past agents.
+
+    python algos/tournament.py --algos ppo sac --env Hopper --agents 8 --root runs/t1
+
+The agent next in line goes on itself, unless the generator draws one with as few steps or fewer
+whose score is higher by more than the standard error of the gap. A copy goes on with other random
+numbers, and with hyper-parameters times 0.8 or 1.25.
+
+What differs from the paper: scores are of episodes that nobody trained on, with their errors; who
+is not worse by more than that error is not replaced; agents are compared at equal training; the
+best one is scored again on fresh episodes, since the highest of many scores is too high.
+"""
+
+import math
+import random
+import statistics
+import sys
+from dataclasses import dataclass, field
+from typing import Literal
+
+import tyro
+
+from algos.worker_learner.agents import Agent, PopulationArgs, is_better, split_words
+from algos.worker_learner.arguments import say_in_one_sentence, tell
+from algos.worker_learner.population import Population, ending, replay
+
+
+@dataclass
+class Args(PopulationArgs):
+    """An asynchronous tournament of agents. After -- come flags for the scripts."""
+
+    algos: list[str] = field(default_factory=lambda: ["ppo"])
+    """names of scripts in algos/, or paths, taken in turn by fresh agents"""
+    segments: int = 0
+    """how many to train in all (0: as many as --agents need for their --total-steps)"""
+    strategy: Literal["best-of-k", "softmax", "truncation", "fresh"] = "best-of-k"
+    """how agents are drawn from the leaderboard. softmax: by standardised scores; truncation: one
+    of the best quarter; fresh: none, all agents are independent"""
+    k: int = 3
+    """of best-of-k: how many are drawn, of which the best one is taken"""
+    fresh: float = 0.1
+    """probability of a fresh agent where no agent is next in line"""
+
+
+def draw(candidates: list[Agent], args: Args, generator: random.Random) -> Agent | None:
+    """One of the leaderboard's agents, by --strategy; None: a fresh one."""
+    if not candidates or args.strategy == "fresh":
+        return None
+    ranked = sorted(candidates, key=lambda agent: (-agent.score, agent.id))
+    if args.strategy == "truncation":
+        return generator.choice(ranked[: max(1, len(ranked) // 4)])
+    if args.strategy == "softmax":
+        scores = [agent.score for agent in ranked]
+        scale = statistics.pstdev(scores) or 1.0
+        odds = [math.exp((score - scores[0]) / scale) for score in scores]
+        return generator.choices(ranked, odds)[0]
+    return min(generator.sample(ranked, min(args.k, len(ranked))), key=ranked.index)
+
+
+def next_in_line(population: Population, args: Args) -> Agent | None:
+    """The oldest agent that is not at its end, has no descendant and was not replaced."""
+    events = population.journal
+    used = {line["id"] for line in events if line["event"] == "replaced"}
+    used |= {agent.parent for agent in population.agents.values()}
+    used |= {agent.parent for agent in population.flights.values()}
+    failures = [line["parent"] for line in events if line["event"] == "failed"]
+    used |= {parent for parent in failures if failures.count(parent) > 1}  # it is no good
+    waiting = [a for a in population.agents.values() if a.id not in used]
+    waiting = [agent for agent in waiting if agent.step < args.total_steps]
+    return min(waiting, key=lambda agent: agent.id, default=None)
+
+
+def generate(population: Population, args: Args) -> None:
+    """Begin the agent that is trained next."""
+    generator = population.random("generate", population.count)
+    own = next_in_line(population, args)
+    unfinished = [a for a in population.agents.values() if a.step < args.total_steps]
+    roots = sum(
+        not agent.parent for agent in (*population.agents.values(), *population.flights.values())
+    )
+    if own is not None:
+        fair = [agent for agent in unfinished if agent.pause_at <= own.pause_at]
+        other = draw(fair, args, generator)
+        if other is None or not is_better(other, own):
+            population.child(own, False)
+            return
+        population.note("replaced", id=own.id, by=other.id)
+        population.child(other, True)
+        return
+    other = draw(unfinished, args, generator)
+    if other is None or roots < args.agents or generator.random() < args.fresh:
+        population.fresh(args.algos[roots % len(args.algos)])
+    else:
+        population.child(other, True)
+
+
+def compete(population: Population, args: Args) -> None:
+    """The pool: begin what there is room for, wait for one event, again."""
+    total = args.segments or args.agents * max(1, args.total_steps // population.period)
+    population.expected = total
+    while population.flights or population.count < total:
+        room = min(args.agents, population.pool.slots())
+        while len(population.flights) < room and population.count < total:
+            generate(population, args)
+        population.work()
+
+
+def main(args: Args, words: list[str]) -> None:
+    population = Population(args, args.algos, words, "tournament")
+    with ending(population):
+        if args.replay:
+            tell(f"Trained again: {replay(population, args.replay)}")
+            return
+        compete(population, args)
+        population.finish()
+
+
+if __name__ == "__main__":
+    sys.excepthook = say_in_one_sentence
+    ours, theirs = split_words(sys.argv[1:])
+    main(tyro.cli(Args, args=ours, config=(tyro.conf.FlagCreatePairsOff,)), theirs)

@@ -1,0 +1,244 @@
+"""What an agent of a population is: its record, its run folder, the commands that make it."""
+
+import importlib.util
+import json
+import math
+import shutil
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+import vec_envs
+from algos.worker_learner import files
+from algos.worker_learner.arguments import UserError, flag
+
+ALGOS = Path(__file__).parent.parent
+SCORE = 2**30  # first seed of the episodes that score an agent; training has seeds below 2²⁹
+FRESH = 3 * 2**29  # first seed of those that score the winner again
+
+
+@dataclass
+class PopulationArgs:
+    """What both programs share. After -- come flags for the scripts: -- --num-envs 32"""
+
+    env: str = "Hopper"
+    """environment, as in the scripts"""
+    total_steps: int = 1_000_000
+    """environment steps of an agent's whole training, which its schedules follow"""
+    period: int = 0
+    """steps of a segment, after which agents are scored and selected (0: a tenth of the above)"""
+    agents: int = 8
+    """how many are trained side by side, as far as there is room for them"""
+    root: str = ""
+    """folder of the population; the same command again goes on (empty: runs/{program}__{env})"""
+    eval_episodes: int = 20
+    """episodes of a score, by seeds that nobody has trained on"""
+    perturb: list[str] = field(default_factory=lambda: ["learning_rate"])
+    """hyper-parameters that differ by agent, and change by 0.8 or 1.25 when an agent is copied"""
+    same_hyperparameters: bool = False
+    """change none: selection alone"""
+    seed: int = 0
+    """of everything that is random"""
+    cluster: str = "none"
+    """where segments run: none (this machine), auto or an address (a Ray cluster)"""
+    cpus: float = 1.0
+    """cores of one run, which is as many threads; half a core each is allowed"""
+    gpus: float = 0.0
+    """GPUs of one run, of which parts are allowed (0: it trains on the CPU)"""
+    replay: str = ""
+    """train the segments that led to the agent with this number again, in {root}/replay/"""
+
+
+LIMITS = {
+    **dict.fromkeys(("total_steps", "agents"), (1, None)),
+    **{"seed": (0, 2**31 - 1), "cpus": (0.01, None), "eval_episodes": (2, 10_000)},
+    **{"pause_at": (1, None), "fuse": (1, 100)},
+}
+
+
+@dataclass
+class Agent:
+    """One segment and what came of it: a line of lineage.csv."""
+
+    id: str
+    parent: str  # "": it begins its training
+    script: str
+    flags: dict[str, float]  # the hyper-parameters that differ
+    seed: int
+    pause_at: int  # where its segment ends
+    fuse: int = 1  # runs with different seeds, averaged at its end
+    generation: int = 0
+    member: int = 0
+    commit: str = ""
+    step: int = 0
+    score: float = math.nan  # mean return of its episodes
+    error: float = math.nan  # standard error of that mean
+    episodes: int = 0
+    published: float = 0.0  # time
+
+
+def is_better(one: Agent, other: Agent) -> bool:
+    """Whether the gap between two scores is larger than the standard error of that gap."""
+    return one.score - other.score > math.hypot(one.error, other.error)
+
+
+# Changing run folders.
+
+
+def descend(parent: Path, folder: Path, flags: dict[str, float], seed: int) -> None:
+    """Make a run folder that goes on where `parent` ended, with other flags and random numbers.
+
+    The environments start new episodes. A changed learning rate is put into the optimizers too.
+    Raises ValueError if the parent's checkpoint is damaged.
+    """
+    content, wrong = files.load_checked(parent / "checkpoint.pt")
+    if content is None:
+        raise ValueError(f"{parent / 'checkpoint.pt'} is damaged ({wrong})")
+    started = json.loads((parent / "args.json").read_text())
+    ratio = flags.get("learning_rate", 1) / started["args"].get("learning_rate", 1)
+    for entry in content.values():
+        for group in entry.get("param_groups", ()) if isinstance(entry, dict) else ():
+            group["lr"] *= ratio if "learning_rate" in flags else 1
+    generator = torch.Generator().manual_seed(seed)
+    content["run"]["random"] = [generator.get_state()]
+    content |= {"workers": {}, "pending_evaluations": []}
+    started["args"] |= {**flags, "seed": seed, "run_dir": str(folder), "pause_at": 0}
+    temporary = folder.with_name(f"{folder.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    left = shutil.ignore_patterns("checkpoint*", "best.pt", "last.pt", "agent.json", "*.png")
+    shutil.copytree(parent, temporary, ignore=left)
+    torch.save(content, temporary / "checkpoint.pt")
+    (temporary / "args.json").write_text(json.dumps(started, indent=2) + "\n")
+    temporary.rename(folder)
+
+
+def fuse(runs: list[Path], folder: Path) -> None:
+    """A run folder like the first of `runs`, with the mean of networks and optimizer moments.
+
+    Of the first run alone: counters, random numbers, environments, replay buffer and memory, of
+    which there is no mean, and what is not a number with a fraction.
+    """
+    contents = [files.load_checked(run / "checkpoint.pt")[0] for run in runs]
+    policies = [files.load_checked(run / "last.pt")[0] for run in runs]
+    if any(content is None for content in (*contents, *policies)):
+        raise ValueError(f"a checkpoint in {runs[0].parent} is damaged")
+    averaged = [k for k in contents[0] if k in ("agent", "target") or k.endswith("optimizer")]
+    for key in averaged:
+        contents[0][key] = _mean([content[key] for content in contents])
+    policies[0]["agent"] = _mean([policy["agent"] for policy in policies])
+    temporary = folder.with_name(f"{folder.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    shutil.copytree(runs[0], temporary, ignore=shutil.ignore_patterns("*.pt"))
+    files.save(contents[0], temporary / "checkpoint.pt")
+    files.save(policies[0], temporary / "last.pt")
+    temporary.rename(folder)
+
+
+def _mean(things: list[Any]) -> Any:
+    first = things[0]
+    if isinstance(first, dict):
+        return {key: _mean([thing[key] for thing in things]) for key in first}
+    if isinstance(first, list | tuple):
+        return type(first)(_mean(list(entries)) for entries in zip(*things, strict=True))
+    if isinstance(first, torch.Tensor) and first.is_floating_point():
+        return torch.stack([thing.double() for thing in things]).mean(0).to(first.dtype)
+    if isinstance(first, float) and any(thing != first for thing in things):
+        return math.fsum(things) / len(things)  # a learning rate that adapts itself
+    return first
+
+
+def scaled(value: float, factor: float, limits: tuple | None) -> float:
+    """A hyper-parameter times a factor, within its limits; of γ and λ their distance from 1."""
+    low, high = limits or (0, None)
+    new = value * factor if high != 1 else 1 - (1 - value) * factor
+    new = new if high is None else min(high, new)
+    new = new if low is None else max(low, new)
+    return round(new) if isinstance(value, int) else float(f"{new:.4g}")
+
+
+# The commands of a segment, and what they print.
+
+
+def hyperparameters(algo: str, args: PopulationArgs, words: list[str]) -> dict[str, float]:
+    """What differs by agent, with the script's own values for --env, or those in `words`."""
+    if args.same_hyperparameters:
+        return {}
+    script, found = load_script(algo), {}
+    defaults = script.Args(**script.TUNED.get(vec_envs.base_name(args.env), {}))
+    for name in args.perturb:
+        value = getattr(defaults, name, None)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise UserError(f"--perturb is {name}, but {script.__name__}.py has no such number")
+        if flag(name) in words:
+            value = type(value)(words[words.index(flag(name)) + 1])
+        found[name] = value
+    return found
+
+
+def first_flags(args: PopulationArgs) -> list[str]:
+    """The flags with which training begins; later segments have them from args.json."""
+    threads = str(max(1, int(args.cpus)))
+    words = ["--env", args.env, "--total-steps", str(args.total_steps)]
+    words += ["--env-threads", threads, "--torch-threads", threads]
+    return [*words, "--eval-every", "0", "--eval-episodes", "1"]  # play.py scores it instead
+
+
+def scoring(agent: Agent, run: Path, folder: Path, first_seed: int, episodes: int) -> tuple:
+    """The command that writes score.json: play.py, which is beside the script."""
+    script = script_path(agent.script).with_name("play.py")
+    words = [sys.executable, str(script), str(run), "--checkpoint", "last", "--json"]
+    words += ["--episodes", str(episodes), "--seed", str(first_seed + agent.seed)]
+    return words, str(folder / "score.json")
+
+
+def read_score(path: Path) -> dict[str, Any] | None:
+    """Mean return, its standard error, episodes and step; None if a return is not finite."""
+    content = json.loads(path.read_text())
+    returns = content["returns"]
+    if not all(map(math.isfinite, returns)):
+        return None
+    error = statistics.stdev(returns) / math.sqrt(len(returns))
+    facts = {"score": statistics.fmean(returns), "error": error, "episodes": len(returns)}
+    return facts | {"step": content["step"]}
+
+
+def commit() -> str:
+    """The commit of this tree, marked where files differ from it; empty without git."""
+    command = ["git", "-C", ALGOS, "describe", "--always", "--abbrev=10", "--dirty", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    except OSError:
+        return ""
+
+
+# Scripts and the command line.
+
+
+def script_path(algo: str) -> Path:
+    """algos/{algo}.py, or the path of a script."""
+    path = Path(algo) if algo.endswith(".py") else ALGOS / f"{algo}.py"
+    if not path.is_file() or path.stem in ("play", "generations", "tournament"):
+        raise UserError(f"the algorithm is {algo}, but {path} is not a script that trains")
+    return path.resolve()
+
+
+def load_script(algo: str) -> ModuleType:
+    path = script_path(algo)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)  # for dataclasses
+    spec.loader.exec_module(module)
+    return module
+
+
+def split_words(words: Iterable[str]) -> tuple[list[str], list[str]]:
+    """The command line before and after --."""
+    words = [*words, "--"]
+    at = words.index("--")
+    return words[:at], words[at + 1 : -1]

@@ -1,0 +1,186 @@
+"""Segments: training commands that run on this machine as subprocesses, or on a cluster by Ray.
+
+A segment is a list of commands, run one after the other; each is (words, file of its output), and
+its errors are in the file of that name that ends in .log. Where the run folder of a training
+command holds a run already, that run goes on: a segment may be killed and started again anywhere.
+`connect` gives what runs them, with these functions:
+
+    slots()                 how many segments there is room for at this moment
+    start(name, commands)   begin one
+    wait(seconds)           {name: exit status} of those that ended; after the first one, or in time
+    stop(name)              end one at once; wait() does not report it
+    close(gently)           end all; gently: SIGTERM first, at which a run saves a checkpoint
+"""
+
+import concurrent.futures
+import contextlib
+import ctypes
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+
+from algos.worker_learner.arguments import UserError
+from vec_envs.core import available_cores
+
+STOP_SECONDS = 60  # that a run may take to save, once it is asked to end
+GOOD = 0, 3  # exit statuses: finished, paused (run.PAUSED)
+NOTICE = "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"  # lest Ray warn about what it does with GPUs
+
+Commands = list[tuple[list[str], str]]
+
+
+def perform(commands: Commands, variables: dict[str, str], begun: Callable = id) -> int:
+    """Run commands until one fails -> the exit status of the last. They die with this thread.
+
+    `begun` is called with each process. The first output's folder gets a file `host`: who runs it.
+    """
+    guard = ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
+    status, options = 0, {"stdin": subprocess.DEVNULL, "start_new_session": True}
+    if sys.platform == "linux" and not guard:  # slow where much memory is in use: it forks
+        options["preexec_fn"] = lambda: ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    with open(os.path.join(os.path.dirname(commands[0][1]), "host"), "w") as file:
+        file.write(f"{socket.gethostname()}\n")
+    for words, output in commands:
+        if "--run-dir" in words:
+            folder = words[words.index("--run-dir") + 1]
+            if os.path.exists(os.path.join(folder, "args.json")):
+                at = words[words.index("--pause-at") + 1]
+                words = [*words[:2], "--resume", folder, "--pause-at", at]
+        with open(output, "wb") as out, open(os.path.splitext(output)[0] + ".log", "ab") as log:
+            streams = {"stdout": out, "stderr": log, "env": {**os.environ, **variables}}
+            process = subprocess.Popen([*guard, *words], **streams, **options)
+            begun(process)
+            status = process.wait()
+        if status not in GOOD:
+            break
+    return status
+
+
+class Here:
+    """This machine: as many segments as its cores and GPUs hold, each `cpus` and `gpus` of them."""
+
+    def __init__(self, cpus: float, gpus: float):
+        self.cpus, self.gpus = cpus, gpus
+        self._pool = concurrent.futures.ThreadPoolExecutor(1024)
+        self._futures: dict[str, concurrent.futures.Future] = {}
+        self._processes: dict[str, subprocess.Popen] = {}
+        self._gpu: dict[str, int] = {}
+        self._stopped: dict[str, int] = {}  # name -> signal
+
+    def slots(self) -> int:
+        room = [available_cores() / self.cpus]
+        room += [torch.cuda.device_count() / self.gpus] if self.gpus else []
+        return int(min(room) + 1e-6)
+
+    def start(self, name: str, commands: Commands) -> None:
+        def begun(process: subprocess.Popen) -> None:
+            self._processes[name] = process
+            if name in self._stopped:
+                self._signal(name)
+
+        variables = {"CUDA_VISIBLE_DEVICES": ""}
+        if self.gpus:
+            used = [self._gpu[other] for other in self._futures]
+            self._gpu[name] = min(range(torch.cuda.device_count()), key=used.count)
+            variables = {"CUDA_VISIBLE_DEVICES": str(self._gpu[name])}
+        self._stopped.pop(name, None)
+        self._processes.pop(name, None)
+        self._futures[name] = self._pool.submit(perform, commands, variables, begun)
+
+    def wait(self, seconds: float) -> dict[str, int]:
+        if not self._futures:
+            return time.sleep(seconds) or {}
+        first = concurrent.futures.FIRST_COMPLETED
+        done, _ = concurrent.futures.wait(self._futures.values(), seconds, first)
+        ended = [name for name, future in self._futures.items() if future in done]
+        return {name: self._futures.pop(name).result() for name in ended}
+
+    def stop(self, name: str) -> None:
+        if name in self._futures:
+            self._ask(name, signal.SIGKILL)
+            concurrent.futures.wait([self._futures.pop(name)])
+
+    def _ask(self, name: str, number: int) -> None:
+        self._stopped[name] = number  # first: whatever begins from now on is ended as well
+        if name in self._processes:
+            self._signal(name)
+
+    def _signal(self, name: str) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._processes[name].pid, self._stopped[name])  # a session of its own
+
+    def close(self, gently: bool = False) -> None:
+        for name in self._futures:
+            self._ask(name, signal.SIGTERM if gently else signal.SIGKILL)
+        concurrent.futures.wait(self._futures.values(), STOP_SECONDS)
+        for name in list(self._futures):
+            self.stop(name)
+        self._pool.shutdown()
+
+
+class Cluster:
+    """A Ray cluster: the same commands as tasks. Every node sees the same folders and this code."""
+
+    def __init__(self, address: str, cpus: float, gpus: float, agents: int):
+        os.environ.setdefault(NOTICE, "0")
+        try:
+            import ray
+        except ImportError:
+            advice = 'pip install -e ".[cluster]"'
+            raise UserError(f"--cluster is {address}, which needs Ray: {advice}") from None
+        try:
+            options = {"log_to_driver": False, "logging_level": "error"}
+            ray.init(address=address, ignore_reinit_error=True, **options)
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            advice = "ray start --head starts one; none is this machine alone"
+            raise UserError(f"--cluster is {address}, but no cluster answers; {advice}") from error
+        # By value: a node's worker process need not import this package, and with it torch.
+        ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+        self.ray, self.cpus, self.gpus = ray, cpus, gpus
+        self._refs: dict[str, object] = {}
+        self._task = ray.remote(num_cpus=cpus, num_gpus=gpus, max_retries=-1)(perform)
+        bundle = {"CPU": cpus, **({"GPU": gpus} if gpus else {})}
+        ray.autoscaler.sdk.request_resources(bundles=[bundle] * agents)  # where it can grow
+
+    def slots(self) -> int:
+        there = self.ray.cluster_resources()
+        room = [there.get("CPU", 0) / self.cpus]
+        room += [there.get("GPU", 0) / self.gpus] if self.gpus else []
+        return int(min(room) + 1e-6)
+
+    def start(self, name: str, commands: Commands) -> None:
+        self._refs[name] = self._task.remote(commands, {})
+
+    def wait(self, seconds: float) -> dict[str, int]:
+        if not self._refs:
+            return time.sleep(seconds) or {}
+        done, _ = self.ray.wait(list(self._refs.values()), num_returns=1, timeout=seconds)
+        ended = [name for name, ref in self._refs.items() if ref in done]
+        return {name: self._status(self._refs.pop(name)) for name in ended}
+
+    def _status(self, ref: object) -> int:
+        try:
+            return self.ray.get(ref)
+        except self.ray.exceptions.RayError:  # whatever ended the task: as if killed
+            return -signal.SIGKILL
+
+    def stop(self, name: str) -> None:
+        if name in self._refs:
+            self.ray.cancel(self._refs.pop(name), force=True)
+
+    def close(self, gently: bool = False) -> None:
+        for name in list(self._refs):
+            self.stop(name)
+        self.ray.shutdown()
+
+
+def connect(cluster: str, cpus: float, gpus: float, agents: int) -> Here | Cluster:
+    """What runs segments of `cpus` and `gpus` each: --cluster none, auto, or an address."""
+    return Here(cpus, gpus) if cluster == "none" else Cluster(cluster, cpus, gpus, agents)
