@@ -1,0 +1,300 @@
+"""XQC: crossq.py with weights of unit norm and critics that predict a distribution of the return.
+
+Palenicek, Vogt, Watson, Posner, Peters 2026, arXiv:2509.25174. Critic i gives probabilities p_i to
+returns z_1 ... z_K: Q_i = Σ_k z_k p_ik. With p' those of the critic whose Q_i(s', a') is smaller:
+
+    y_k  = r / σ + γ (1 − terminated) ( z_k − α log π(a'|s') )
+    m_j  = Σ_k p'_k max(0, 1 − |clip(y_k) − z_j| / Δz)                no gradient
+    L(p) = Σ_i E[ − Σ_j m_j log p_ij(s, a) ]                          cross-entropy
+    w   ← w / ‖w‖       each unit's incoming weights, after every step of Adam
+
+    python algos/xqc.py --env HalfCheetah
+
+What differs from crossq.py: `critic_loss`, `project`; cross-entropy has a bounded gradient. After
+`BatchNorm` only the direction of weights counts, which a step turns the less the larger they are:
+`normalize_weights` ends that, the learning rate alone decides, and is annealed to a tenth. σ is the
+standard deviation of the discounted return; z is from −5 to 5. Four hidden layers, without bias.
+What differs from the paper: no target networks, one update a step (2), critics 256 wide (512),
+γ = 0.99 (1 − 5/T for episodes of T steps), four environments.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributions import Normal
+
+import vec_envs
+from algos.worker_learner import (
+    ReplayBuffer,
+    Result,
+    RewardScaler,
+    Run,
+    TransitionArgs,
+    Workers,
+    average_gradients,
+    parse,
+    var_mean_over_learners,
+)
+
+
+@dataclass
+class Args(TransitionArgs):
+    """XQC on any environment with continuous actions."""
+
+    env: str = "HalfCheetah"
+    num_envs: int = 4
+    num_steps: int = 1
+    """steps of each environment between updates"""
+    utd_ratio: float = 1.0
+    """updates of the critics per transition collected"""
+    policy_delay: int = 3
+    """updates of the critics for one of the actor"""
+    batch_size: int = 256
+    """transitions of one gradient step"""
+    buffer_size: int = 1_000_000
+    """transitions in the replay buffer"""
+    warmup_steps: int = 5000
+    """steps with uniformly random actions, before the first update"""
+    learning_rate: float = 3e-4
+    """of Adam, for actor, critics and temperature, annealed linearly to a tenth"""
+    gamma: float = 0.99
+    """γ, the discount factor"""
+    hidden_size: int = 256
+    """width of the four hidden layers of the actor"""
+    critic_hidden_size: int = 256
+    """width of the four hidden layers of the critics"""
+
+
+LIMITS = {"batch_size": (2, None), "gamma": (0, 1)}
+LIMITS |= dict.fromkeys(("num_steps", "buffer_size", "policy_delay"), (1, None))
+LIMITS |= dict.fromkeys(("hidden_size", "critic_hidden_size"), (1, None))
+
+# What differs by environment; a flag on the command line wins.
+TUNED = {
+    "Pendulum": dict(total_steps=10_000, warmup_steps=1000, hidden_size=64, critic_hidden_size=128),
+}
+
+
+class BatchNorm(nn.BatchNorm1d):
+    """While training by the statistics of all learners' batches, otherwise by running ones."""
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, features)
+        if not self.training:
+            return super().forward(x)
+        var, mean = var_mean_over_learners(x, 0)
+        self.running_mean.lerp_(mean.detach(), self.momentum)
+        self.running_var.lerp_(var.detach(), self.momentum)
+        return (x - mean) / (var + self.eps).sqrt() * self.weight + self.bias
+
+
+def mlp(inputs: int, hidden: int, outputs: int) -> nn.Sequential:
+    layers = [BatchNorm(inputs, 1e-3, 0.01)]
+    for size in (inputs, hidden, hidden, hidden):
+        layers += [nn.Linear(size, hidden, bias=False), BatchNorm(hidden, 1e-3, 0.01), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(hidden, outputs))
+
+
+@torch.no_grad()
+def normalize_weights(network: nn.Module) -> None:
+    """w ← w / ‖w‖ for the incoming weights of each unit, also of the last layer."""
+    for layer in network.modules():
+        if isinstance(layer, nn.Linear):
+            layer.weight.copy_(F.normalize(layer.weight))
+
+
+class Actor(nn.Module):
+    """A squashed Gaussian. forward: observation (B, obs_dim) → its mean action in [−1, 1]."""
+
+    def __init__(self, obs_dim: int, act_dim: int, hidden: int):
+        super().__init__()
+        self.mean_and_log_std = mlp(obs_dim, hidden, 2 * act_dim)
+
+    def forward(self, obs: Tensor) -> Tensor:
+        mean, _ = self.mean_and_log_std(obs).chunk(2, -1)
+        return mean.tanh()
+
+    def sample(self, obs: Tensor) -> tuple[Tensor, Tensor]:
+        """a = tanh(u), u ~ N(μ(s), σ(s)²) -> a (B, act_dim), log π(a|s) (B,).
+
+        log π(a|s) = log N(u; μ, σ²) − Σ log(1 − tanh²u), where, without cancellation,
+        log(1 − tanh²u) = 2 (log 2 − u − softplus(−2u)).
+        """
+        mean, log_std = self.mean_and_log_std(obs).chunk(2, -1)
+        normal = Normal(mean, log_std.clamp(-20, 2).exp(), validate_args=False)
+        u = normal.rsample()
+        log_slope = 2 * (math.log(2) - u - F.softplus(-2 * u))
+        return u.tanh(), (normal.log_prob(u) - log_slope).sum(-1)
+
+
+class Critics(nn.Module):
+    """Two networks. forward: observation, action (B, ...) → logits of p_1 and p_2, (2, B, K)."""
+
+    def __init__(self, obs_dim: int, act_dim: int, hidden: int):
+        super().__init__()
+        self.register_buffer("bins", torch.linspace(-5, 5, 101))  # z
+        self.q1 = mlp(obs_dim + act_dim, hidden, len(self.bins))
+        self.q2 = mlp(obs_dim + act_dim, hidden, len(self.bins))
+
+    def forward(self, obs: Tensor, action: Tensor) -> Tensor:
+        x = torch.cat((obs, action), -1)
+        return torch.stack((self.q1(x), self.q2(x)))
+
+
+class Agent(nn.Module):
+    """Actor, critics, temperature. forward: observation (N, obs_dim) → the environment's action."""
+
+    def __init__(self, observation_space, action_space, args: Args):
+        super().__init__()
+        obs_dim, act_dim = observation_space.shape[0], action_space.shape[0]
+        self.actor = Actor(obs_dim, act_dim, args.hidden_size)
+        self.critics = Critics(obs_dim, act_dim, args.critic_hidden_size)
+        self.eval()  # running statistics, except where a network learns
+        self.reward_scaler = RewardScaler(args.num_envs, args.gamma)
+        self.log_temperature = nn.Parameter(torch.tensor(0.01).log())  # log α
+        self.target_entropy = -act_dim / 2
+        self.register_buffer("warm_up", torch.tensor(True))  # explore by uniform actions
+        low, high = torch.tensor(action_space.low), torch.tensor(action_space.high)
+        self.register_buffer("action_center", (high + low) / 2)
+        self.register_buffer("action_scale", (high - low) / 2)
+
+    def forward(self, obs: Tensor) -> Tensor:
+        return self.to_env(self.actor(obs))
+
+    def to_env(self, action: Tensor) -> Tensor:
+        return self.action_center + self.action_scale * action
+
+
+@torch.no_grad()
+def collect(agent: Agent, envs: vec_envs.VecEnv, rollout: dict[str, Tensor]) -> None:
+    """T steps in every environment: actions drawn from π, uniform ones at first."""
+    for t in range(len(rollout["obs"])):
+        obs = envs.obs
+        action, _ = agent.actor.sample(obs)
+        action = torch.where(agent.warm_up, 2 * torch.rand_like(action) - 1, action)
+        rollout["obs"][t] = obs
+        rollout["action"][t] = action
+        _, reward, terminated, truncated, info = envs.step(agent.to_env(action))
+        rollout["reward"][t] = reward
+        rollout["next_obs"][t] = info["final_obs"]  # the true one, at an episode's end too
+        rollout["terminated"][t] = terminated
+        rollout["done"][t] = terminated | truncated
+        rollout["episode_return"][t] = info["episode_return"]
+        rollout["episode_length"][t] = info["episode_length"]
+
+
+def project(returns: Tensor, p: Tensor, bins: Tensor) -> Tensor:
+    """p of `returns`, both (B, K), given to the two bins around each, so that its mean stays."""
+    place = (returns.clamp(bins[0], bins[-1]) - bins[0]) / (bins[-1] - bins[0]) * (len(bins) - 1)
+    lower = place.long().clamp(max=len(bins) - 2)
+    m = torch.zeros_like(p).scatter_add_(1, lower, p * (lower + 1 - place))
+    return m.scatter_add_(1, lower + 1, p * (place - lower))
+
+
+def critic_loss(agent: Agent, batch: dict, args: Args) -> tuple[Tensor, Tensor]:
+    """Σ_i E[ − w Σ_j m_j log p_ij(s, a) ] with importance weights w, and the TD errors (B,)."""
+    with torch.no_grad():
+        next_action, next_log_prob = agent.actor.sample(batch["next_obs"])
+    obs = torch.cat((batch["obs"], batch["next_obs"]))  # (2 B, obs_dim)
+    action = torch.cat((batch["action"], next_action))
+    logits, next_logits = agent.critics.train()(obs, action).chunk(2, 1)  # each (2, B, K)
+    agent.critics.eval()
+    with torch.no_grad():
+        z, next_p = agent.critics.bins, next_logits.softmax(-1)
+        next_p = torch.where(torch.less(*next_p @ z)[:, None], *next_p)  # (B, K), of the smaller Q
+        next_return = z - (agent.log_temperature.exp() * next_log_prob)[:, None]
+        discount = (batch["discount"] * ~batch["terminated"])[:, None]
+        y = agent.reward_scaler.scale(batch["reward"])[:, None] + discount * next_return
+        m = project(y, next_p, z)
+        td_error = (logits.softmax(-1) @ z).amin(0) - m @ z
+    cross_entropy = -(m * logits.log_softmax(-1)).sum((0, -1))  # (B,)
+    return (batch["weight"] * cross_entropy).mean(), td_error
+
+
+def actor_loss(agent: Agent, batch: dict) -> tuple[Tensor, Tensor]:
+    """E[ α log π(ã|s) − min_i Q_i(s, ã) ], and log π(ã|s) (B,)."""
+    agent.actor.train()
+    action, log_prob = agent.actor.sample(batch["obs"])
+    agent.actor.eval()
+    p = agent.critics(batch["obs"], action).softmax(-1)  # (2, B, K)
+    value = torch.minimum(*p @ agent.critics.bins)
+    temperature = agent.log_temperature.detach().exp()
+    return (temperature * log_prob - value).mean(), log_prob.detach()
+
+
+def temperature_loss(agent: Agent, log_prob: Tensor) -> Tensor:
+    """− log α · E[ log π(ã|s) + H̄ ]: α grows while the entropy is below H̄."""
+    return -agent.log_temperature * (log_prob + agent.target_entropy).mean()
+
+
+def update(agent: Agent, optimizers, loss_functions, batch: dict, number: int, args: Args):
+    """Step `number` of the critics, perhaps one of the actor -> what to log, the TD errors (B,)."""
+    critic_optimizer, actor_optimizer = optimizers
+    critic_loss, actor_loss = loss_functions  # those above, compiled where --compile says so
+
+    q_loss, td_error = critic_loss(agent, batch, args)
+    critic_optimizer.zero_grad()
+    q_loss.backward()
+    average_gradients(agent.critics)
+    critic_optimizer.step()
+    normalize_weights(agent.critics)
+    losses = {"critic": q_loss}
+
+    if number % args.policy_delay == args.policy_delay - 1:
+        agent.critics.requires_grad_(False)  # the actor's loss passes through them to the action
+        policy_loss, log_prob = actor_loss(agent, batch)
+        actor_optimizer.zero_grad()
+        (policy_loss + temperature_loss(agent, log_prob)).backward()  # they share no parameter
+        average_gradients(agent.actor, agent.log_temperature)
+        actor_optimizer.step()
+        normalize_weights(agent.actor)
+        agent.critics.requires_grad_(True)
+        temperature = agent.log_temperature.detach().exp()
+        losses |= {"actor": policy_loss, "entropy": -log_prob.mean(), "temperature": temperature}
+    return losses, td_error
+
+
+def train(args: Args) -> Result:
+    run = Run(args, __file__, LIMITS)
+    args = run.args
+    workers = Workers(run, collect, "bounded", ahead=True)
+    agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
+    actor_parameters = [*agent.actor.parameters(), agent.log_temperature]
+    critic_optimizer = torch.optim.Adam(agent.critics.parameters(), fused=True)
+    actor_optimizer = torch.optim.Adam(actor_parameters, fused=True)
+    optimizers = critic_optimizer, actor_optimizer
+    loss_functions = run.compile(critic_loss, actor_loss)
+    replay = ReplayBuffer(run, workers.start(agent, args.num_steps), args.buffer_size)
+    step = run.start(
+        agent=agent, critic_optimizer=critic_optimizer, actor_optimizer=actor_optimizer,
+        workers=workers, replay=replay,
+    )  # fmt: skip
+
+    losses: dict[str, Tensor] = {}  # of the last update
+    while step < args.total_steps:
+        agent.warm_up.fill_(step < args.warmup_steps)
+        rollout = workers.collect()
+        replay.add(rollout)
+        agent.reward_scaler(rollout["reward"], rollout["done"])  # its statistics
+        before, step = step, step + args.num_steps * args.num_envs * run.world_size
+        for group in critic_optimizer.param_groups + actor_optimizer.param_groups:
+            group["lr"] = args.learning_rate * (1 - 0.9 * step / args.total_steps)
+        if step >= args.warmup_steps and len(replay) >= min(args.warmup_steps, args.buffer_size):
+            for number in range(int(before * args.utd_ratio), int(step * args.utd_ratio)):
+                batch = replay.sample(args.batch_size)
+                new, td_error = update(agent, optimizers, loss_functions, batch, number, args)
+                losses |= new  # the actor's loss is not in every one
+                replay.update_priorities(batch["index"], td_error)
+
+        run.log_episodes(step, rollout)
+        if step // args.log_every > before // args.log_every:
+            run.log(step, losses, replay_size=len(replay), policy_lag=workers.policy_lag)
+        run.evaluate(step)
+        run.checkpoint(step)
+    return run.finish(step)
+
+
+if __name__ == "__main__":
+    train(parse(Args, TUNED))
