@@ -87,11 +87,12 @@ class BatchNorm(nn.BatchNorm1d):
         var, mean = var_mean_over_learners(x, 0)
         self.running_mean.lerp_(mean.detach(), self.momentum)
         self.running_var.lerp_(var.detach(), self.momentum)
-        return (x - mean) / (var + self.eps).sqrt() * self.weight + self.bias
+        x = (x - mean) / (var + self.eps).sqrt()
+        return x * self.weight + self.bias if self.affine else x
 
 
 def mlp(inputs: int, hidden: int, outputs: int) -> nn.Sequential:
-    layers = [BatchNorm(inputs, 1e-3, 0.01)]
+    layers = [BatchNorm(inputs, 1e-3, 0.01, affine=False)]  # the next would undo its shift
     for size in (inputs, hidden, hidden, hidden):
         layers += [nn.Linear(size, hidden, bias=False), BatchNorm(hidden, 1e-3, 0.01), nn.ReLU()]
     return nn.Sequential(*layers, nn.Linear(hidden, outputs))
@@ -220,8 +221,7 @@ def actor_loss(agent: Agent, batch: dict) -> tuple[Tensor, Tensor]:
     agent.actor.eval()
     p = agent.critics(batch["obs"], action).softmax(-1)  # (2, B, K)
     value = torch.minimum(*p @ agent.critics.bins)
-    temperature = agent.log_temperature.detach().exp()
-    return (temperature * log_prob - value).mean(), log_prob.detach()
+    return (agent.log_temperature.detach().exp() * log_prob - value).mean(), log_prob.detach()
 
 
 def temperature_loss(agent: Agent, log_prob: Tensor) -> Tensor:

@@ -192,7 +192,7 @@ def on_policy(case: str) -> dict[str, Tensor]:
 
 # Replay scripts: 20 batches, as from a replay buffer.
 
-OFF_POLICY = {name: {} for name in "ddpg td3 sac mod_sac redq crossq maddpg matd3".split()}
+OFF_POLICY = {name: {} for name in "ddpg td3 sac mod_sac redq crossq xqc maddpg matd3".split()}
 OFF_POLICY |= {name: {} for name in "dqn d3qn sac_discrete vdn qmix".split()}
 OFF_POLICY |= {name: {} for name in ("ddpg_hterm", "td3_hterm", "sac_hterm")}
 # The network that has a target network, if not the whole agent.
@@ -204,7 +204,7 @@ def off_policy(case: str) -> dict[str, Tensor]:
     name, learners = case.split()[0], world_size()
     module = importlib.import_module(f"algos.{name}")
     options = {"batch_size": BATCH // learners, "hidden_size": 16, **OFF_POLICY[case]}
-    if name == "crossq":
+    if name in ("crossq", "xqc"):
         options |= {"critic_hidden_size": 16}
     args = module.Args(**options, num_envs=ENVS // learners)
     axis, lead, agents, shapes = 0, (BATCH,), (), {"weight": (), "discount": ()}

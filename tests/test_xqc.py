@@ -49,7 +49,8 @@ class Normalize:
         state = (self.state[f"{name}.running_{kind}"] for kind in ("mean", "var"))
         mean, var = (x.mean(0), x.var(0)) if self.training else state
         x = (x - mean) / np.sqrt(var + 1e-3)
-        return x * weights[f"{name}.weight"] + weights[f"{name}.bias"]
+        learned = f"{name}.weight" in weights
+        return x * weights[f"{name}.weight"] + weights[f"{name}.bias"] if learned else x
 
 
 def network(weights, name, x, normalize):
