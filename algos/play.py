@@ -52,7 +52,7 @@ class Args:
     json: bool = False
     """print the scores as one JSON object and nothing else"""
     video: str = ""
-    """film one episode into this .mp4 or .gif file"""
+    """film one episode into this .mp4 or .gif file (.png: its end; StockTrading: its assets)"""
     show: bool = False
     """play in a window"""
     export: str = ""
@@ -169,6 +169,8 @@ def film(args: Args, saved: dict) -> None:
     os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pygame, too, draws without a window
     choose_gl(saved["args"]["env"])
     agent, env = make(saved, 1, args.seed, draws=True)
+    if kind == ".png":
+        return still(args, agent, env)
     every = math.ceil(1 / (seconds_per_step(env) * FASTEST_FILM[kind]))  # steps a picture
     seconds, count = every * seconds_per_step(env), 0
     if kind == ".mp4":
@@ -182,6 +184,18 @@ def film(args: Args, saved: dict) -> None:
                 count += 1
     env.close()
     print(f"{args.video}: {count} pictures, {count * seconds:.1f} seconds")
+
+
+def still(args: Args, agent: nn.Module, env: vec_envs.VecEnv) -> None:
+    """The last of about 50 pictures of an episode; of StockTrading, the curve of its assets."""
+    import imageio
+
+    every, picture = max(1, env.max_episode_steps // 50), None
+    for step, _ in enumerate(episode(agent, env, args.seed)):
+        picture = draw(env) if step % every == 0 else picture
+    env.close()
+    imageio.imwrite(args.video, picture)
+    print(f"{args.video}: a picture at the end of the episode")
 
 
 def show(args: Args, saved: dict) -> None:
@@ -278,7 +292,7 @@ def main(args: Args) -> None:
     asked = [name for name in ("json", "video", "show", "export") if getattr(args, name)]
     if len(asked) > 1:
         raise UserError(f"--{asked[0]} and --{asked[1]}: one at a time")
-    for name, endings in (("video", FASTEST_FILM), ("export", (".pt2",))):
+    for name, endings in (("video", (*FASTEST_FILM, ".png")), ("export", (".pt2",))):
         path = Path(getattr(args, name))
         if name in asked and path.suffix not in endings:
             raise UserError(f"--{name} {path}: the name must end in {' or '.join(endings)}")
