@@ -4,6 +4,7 @@
     python algos/play.py RUN_DIR --video ant.mp4        one episode on film, .mp4 or .gif
     python algos/play.py RUN_DIR --show                 in a window
     python algos/play.py RUN_DIR --export policy.pt2    for programs that have torch, but not this
+    python algos/play.py RUN1 RUN2 RUN3                 several policies as one, for all of this
 
 best.pt and last.pt know their script, its arguments and the environment: nothing else is read.
 """
@@ -18,14 +19,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import gymnasium
 import torch
 import tyro
-from torch import nn
+from torch import Tensor, nn
 
 import vec_envs
 from algos.worker_learner.arguments import UserError, check_args, say_in_one_sentence
@@ -43,6 +44,10 @@ class Args:
 
     run_dir: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN_DIR")]
     """folder of the run"""
+    others: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="RUN_DIR")] = ()
+    """folders of more runs, of any scripts, in the same environment: act by the mean of all"""
+    weights: tuple[float, ...] = ()
+    """of that mean, one for each run (none: all the same)"""
     checkpoint: Literal["best", "last"] = "best"
     """which policy of the run"""
     episodes: int = 10
@@ -62,8 +67,29 @@ class Args:
 LIMITS = {"episodes": (1, 10_000), "seed": (0, 2**31 - 1)}
 
 
+class Ensemble(nn.Module):
+    """Several policies as one: the weighted mean of their actions; for discrete ones the likeliest
+    by the mean of their probabilities, where a script without π (DQN) votes for its best action."""
+
+    def __init__(self, agents: list[nn.Module], weights: tuple[float, ...], env: vec_envs.VecEnv):
+        super().__init__()
+        self.agents, self.one_agent = nn.ModuleList(agents), env.num_agents is None
+        self.choices = int(getattr(env.single_action_space, "n", 0))  # 0: continuous actions
+        self.register_buffer("weights", torch.tensor(weights) / sum(weights))
+
+    def opinion(self, agent: nn.Module, obs: Tensor) -> Tensor:  # (N, ..., act_dim or choices)
+        if self.choices and hasattr(agent, "policy"):
+            return agent.policy(agent.normalizer(obs) if self.one_agent else obs).probs
+        action = agent(obs)
+        return nn.functional.one_hot(action, self.choices).float() if self.choices else action
+
+    def forward(self, obs: Tensor) -> Tensor:
+        mean = torch.stack([self.opinion(agent, obs) for agent in self.agents], -1) @ self.weights
+        return mean.argmax(-1) if self.choices else mean
+
+
 def load(args: Args) -> dict[str, Any]:
-    """What best.pt or last.pt holds: script, args, step, agent (the weights)."""
+    """What best.pt or last.pt holds: script, args, step, agent (the weights); others, weights."""
     folder, path = Path(args.run_dir), Path(args.run_dir, f"{args.checkpoint}.pt")
     if not path.exists():
         if not (folder / "args.json").exists():
@@ -75,27 +101,34 @@ def load(args: Args) -> dict[str, Any]:
         raise UserError(f"{path} is damaged ({problem}); try --checkpoint {other}")
     if not isinstance(saved, dict) or not {"script", "args", "step", "agent"} <= saved.keys():
         raise UserError(f"{path} is not a policy that a script of algos/ has saved")
-    return saved
+    others = [load(replace(args, run_dir=folder, others=(), weights=())) for folder in args.others]
+    if len(names := {one["args"]["env"] for one in (saved, *others)}) > 1:
+        raise UserError(f"an ensemble acts in one environment; these runs have {sorted(names)}")
+    weights = args.weights or (1.0,) * (1 + len(others))
+    if len(weights) != 1 + len(others) or min(weights) < 0 or not 0 < sum(weights) < math.inf:
+        raise UserError(f"--weights {weights}: allowed is one a run, none below 0, not all 0")
+    return {**saved, "others": others, "weights": weights}
 
 
 def make(saved: dict, num_envs: int, seed: int, draws: bool = False) -> tuple[nn.Module, Any]:
     """The agent, made with its run's own arguments, and its environment, both on the CPU."""
-    script, name = saved["script"], saved["args"]["env"]
-    # Gymnasium wants to know beforehand; the environments of vec_envs can all be drawn
-    ours = vec_envs.base_name(name) in vec_envs.NAMES
-    options = {"render_mode": "rgb_array"} if draws and not ours else {}
-    try:
+    name, draws = saved["args"]["env"], {"render_mode": "rgb_array"} if draws else {}
+    try:  # Gymnasium wants to know beforehand; a `VecEnv` can be drawn or cannot
+        options = {} if vec_envs.vec_env_class(name) else draws
         env = vec_envs.make(name, num_envs, "cpu", seed, **options)
     except ValueError as error:
         raise UserError(_line(error)) from None
-    spaces = env.single_observation_space, env.single_action_space
-    try:
-        module = importlib.import_module(f"algos.{script}")
-        spaces = spaces if env.num_agents is None else (env,)  # whose agents differ
-        agent = module.Agent(*spaces, module.Args(**saved["args"]))
-        agent.load_state_dict(saved["agent"])
-    except (ImportError, AttributeError, TypeError, RuntimeError) as error:
-        raise UserError(f"algos/{script}.py does not fit the policy: {_line(error)}") from None
+    agents, spaces = [], (env.single_observation_space, env.single_action_space)
+    spaces = spaces if env.num_agents is None else (env,)  # whose agents differ
+    for one in (saved, *saved.get("others", ())):
+        try:
+            module = importlib.import_module(f"algos.{one['script']}")
+            agents.append(module.Agent(*spaces, module.Args(**one["args"])))
+            agents[-1].load_state_dict(one["agent"])
+        except (ImportError, AttributeError, TypeError, RuntimeError) as error:
+            script = f"algos/{one['script']}.py"
+            raise UserError(f"{script} does not fit the policy: {_line(error)}") from None
+    agent = Ensemble(agents, saved["weights"], env) if len(agents) > 1 else agents[0]
     return agent.eval().requires_grad_(False), env
 
 
@@ -104,11 +137,14 @@ def print_score(args: Args, saved: dict) -> None:
     mean, std, length, returns = score(agent, env, args.seed)
     facts = {"script": saved["script"], "env": saved["args"]["env"], "run_dir": args.run_dir}
     facts |= {"checkpoint": args.checkpoint, "step": saved["step"], "seed": args.seed}
+    facts |= {"others": args.others, "weights": saved["weights"]} if args.others else {}
     if args.json:
         numbers = {"return_mean": mean, "return_std": std, "length_mean": length}
-        print(json.dumps({**facts, "episodes": args.episodes, **numbers, "returns": returns}))
-        return
-    print("{script} on {env}, {checkpoint}.pt of step {step}, seed {seed}".format(**facts))
+        numbers |= {"episodes": args.episodes, "returns": returns}
+        return print(json.dumps(facts | numbers))
+    for one in (saved, *saved["others"]):
+        facts |= {"script": one["script"], "step": one["step"]}
+        print("{script} on {env}, {checkpoint}.pt of step {step}, seed {seed}".format(**facts))
     print("episode      return")
     for number, value in enumerate(returns, 1):
         print(f"{number:7}  {value:10.2f}")

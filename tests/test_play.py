@@ -15,7 +15,7 @@ import torch
 from PIL import Image, ImageSequence
 
 import vec_envs
-from algos import play, ppo
+from algos import dqn, mappo, play, ppo, sac, sac_discrete, vdn
 from algos.worker_learner import UserError
 
 ROOT = Path(__file__).parent.parent
@@ -126,6 +126,116 @@ def test_the_command_prints_one_json_object_and_nothing_else(runs):
     done = run(ROOT / "algos" / "play.py", runs["CartPole"], "--json", "--episodes", "2")
     assert (done.returncode, done.stderr) == (0, "")
     assert len(json.loads(done.stdout)["returns"]) == 2
+
+
+@pytest.fixture(scope="module")
+def members(tmp_path_factory, runs) -> dict[str, list[str]]:
+    """Policies of different scripts for each of three environments, hardly trained if at all."""
+    folder = tmp_path_factory.mktemp("members")
+    found = {"CartPole": [str(runs["CartPole"])], "Hopper": [str(runs["Hopper"])], "Spread": []}
+    scripts = [(sac, "Hopper"), (dqn, "CartPole"), (sac_discrete, "CartPole")]
+    for number, (script, name) in enumerate([*scripts, (mappo, "Spread"), (vdn, "Spread")]):
+        torch.manual_seed(number)
+        env, args = vec_envs.make(name, 1), script.Args(env=name, num_envs=1)
+        spaces = env.single_observation_space, env.single_action_space
+        agent = script.Agent(*(spaces if env.num_agents is None else (env,)), args)
+        for parameter in agent.parameters():  # so that no two actions are equally likely
+            parameter.data += 0.3 * torch.randn_like(parameter)
+        saved = {"script": script.__name__.removeprefix("algos."), "args": vars(args), "step": 7}
+        run_dir = folder / f"{saved['script']}-{name}"
+        run_dir.mkdir()
+        torch.save({**saved, "return": 0.0, "agent": agent.state_dict()}, run_dir / "best.pt")
+        found[name].append(str(run_dir))
+    return found
+
+
+def loaded(folders, weights=(), num_envs=64):
+    saved = play.load(play.Args(folders[0], others=tuple(folders[1:]), weights=weights))
+    agent, env = play.make(saved, num_envs, 0)
+    return agent, [play.make(play.load(play.Args(one)), num_envs, 0)[0] for one in folders], env
+
+
+def test_an_ensemble_acts_by_the_weighted_mean(members):
+    agent, (first, second), env = loaded(members["Hopper"], weights=(3.0, 1.0))
+    obs, _ = env.reset(seed=2)
+    expected = 0.75 * first(obs) + 0.25 * second(obs)
+    assert (first(obs) - second(obs)).abs().max() > 0.1
+    torch.testing.assert_close(agent(obs), expected)
+    alone, _, _ = loaded(members["Hopper"], weights=(0.0, 2.0))
+    torch.testing.assert_close(alone(obs), second(obs))
+
+
+def test_an_ensemble_of_discrete_actions_takes_the_likeliest(members):
+    """By the definition: π of ppo and of sac_discrete, and DQN's vote, each with its weight."""
+    weights = (0.5, 0.3, 0.2)
+    agent, (first, second, third), _ = loaded(members["CartPole"], weights)
+    obs = 2 * torch.randn(64, 4, generator=torch.Generator().manual_seed(1))
+    votes = torch.nn.functional.one_hot(second(obs), 2)
+    mean = 0.5 * first.actor(first.normalizer(obs)).softmax(-1) + 0.3 * votes
+    mean = mean + 0.2 * third.actor(third.normalizer(obs)).softmax(-1)
+    assert agent(obs).tolist() == mean.argmax(-1).tolist()
+    for one in (first, second, third):
+        assert agent(obs).tolist() != one(obs).tolist()  # it is nobody's policy alone
+
+
+def test_an_ensemble_of_several_agents(members):
+    agent, (first, second), env = loaded(members["Spread"], weights=(0.7, 0.3))
+    obs, _ = env.reset(seed=2)
+    votes = torch.nn.functional.one_hot(second(obs), env.single_action_space.n)
+    mean = 0.7 * first.policy(obs).probs + 0.3 * votes
+    assert agent(obs).shape == (64, 3) and agent(obs).tolist() == mean.argmax(-1).tolist()
+    assert (
+        agent(obs).tolist() != first(obs).tolist() and agent(obs).tolist() != second(obs).tolist()
+    )
+
+
+def test_an_ensemble_is_scored_filmed_and_exported_as_one(members, tmp_path, capsys):
+    folders, weights = members["CartPole"], ("0.5", "0.3", "0.2")
+    command = [ROOT / "algos" / "play.py", *folders, "--weights", *weights, "--seed", "4"]
+    done = run(*command, "--json", "--episodes", "3")
+    assert (done.returncode, done.stderr) == (0, "")
+    scores = json.loads(done.stdout)
+    assert scores["weights"] == [0.5, 0.3, 0.2] and scores["others"] == folders[1:]
+    agent, _, env = loaded(folders, (0.5, 0.3, 0.2), num_envs=3)
+    returns = play.score(agent, env, seed=4)[3]
+    assert scores["returns"] == returns
+    options = {"others": tuple(folders[1:]), "weights": (0.5, 0.3, 0.2), "seed": 4}
+    call(folders[0], **options, episodes=3)
+    heads = [
+        line for line in capsys.readouterr().out.splitlines() if " on CartPole, best.pt" in line
+    ]
+    assert [head.split()[0] for head in heads] == ["ppo", "dqn", "sac_discrete"]
+    call(folders[0], **options, video=str(tmp_path / "film.gif"))
+    assert f"return {play.score(agent, loaded(folders, num_envs=1)[2], seed=4)[0]:.2f}" in (
+        capsys.readouterr().out
+    )
+    assert read_gif(tmp_path / "film.gif")[0].shape[1:] == (400, 600, 3)
+    call(folders[0], **options, export=str(tmp_path / "policy.pt2"))
+    program = torch.export.load(tmp_path / "policy.pt2").module()
+    obs = 2 * torch.randn(5, 4)
+    assert program(obs).tolist() == agent(obs).tolist()
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ((1.0,), r"--weights \(1.0,\): allowed is one a run, none below 0, not all 0"),
+        ((1.0, -1.0), "none below 0"),
+        ((0.0, 0.0), "not all 0"),
+        ((1.0, float("nan")), "one a run"),
+    ],
+)
+def test_weights_that_cannot_be(members, weights, message):
+    first, second = members["Hopper"]
+    with pytest.raises(UserError, match=message):
+        call(first, others=(second,), weights=weights)
+
+
+def test_an_ensemble_of_two_environments(runs, members):
+    with pytest.raises(UserError, match=r"one environment; these runs have \['CartPole', 'Hopper'"):
+        call(runs["Hopper"], others=(str(runs["CartPole"]),))
+    with pytest.raises(UserError, match="nowhere is not the folder of a run"):
+        call(runs["Hopper"], others=("nowhere",))
 
 
 USE_EXPORT = """

@@ -41,7 +41,7 @@ terminated, truncated and the statistics stay (N,); `episode_return` sums over t
   state where it defines one, else all observations concatenated without the padding;
   `info["final_state"]` is to it what `final_obs` is to `obs`.
 - `alive` (N, A): false once an agent has left an episode that others continue. Its observation
-  is zero then, its reward 0, its action ignored.
+  is zero then, its reward 0 (or its share, where a reward is the team's), its action ignored.
 - `available_in_obs`: if true, the last n entries of each observation say which of the n actions are
   allowed now (1) or not (0), so that an observation is never stored without its mask.
 """
