@@ -360,67 +360,66 @@ def append_rows(file: str, rows: list[dict]) -> None:
         writer.writerows(rows)
 
 
+def chance(table: np.ndarray, equal: np.ndarray) -> dict[str, float]:
+    """What luck could have done: of the returns (T, N) of all runs, and of equal weights (T,)."""
+    found = {}
+    for key, returns in (("deflated", table), ("deflated_excess", table - equal[:, None])):
+        trials = [sharpe(column) for column in returns.T]
+        found[key] = deflated_sharpe(returns[:, int(np.argmax(trials))], trials)
+    return found | {"overfitting": overfitting(table) if table.shape[1] > 1 else np.nan}
+
+
 def main(options: Options) -> list[dict]:
     """Print everything -> the rows of the table, one a strategy, seed and fee."""
     torch.set_num_threads(1)
-    if options.walk_forward < 0 or options.walk_forward > 100:
-        raise UserError(f"--walk-forward is {options.walk_forward}; allowed is from 0 to 100")
-    runs = [snapshots(run_dir, options.walk_forward) for run_dir in options.run_dirs]
-    env, fees = runs[0][0]["args"]["env"], options.fees
-    whole = snapshot(options.run_dirs[0])["args"]["env"] if options.walk_forward else env
-    dates = make_env(with_options(whole, split="test")).dates
-    days = (dates[-1] - dates[1]) / np.timedelta64(1, "D")
-    year = YEAR if np.diff(dates).min() >= np.timedelta64(1, "D") else len(dates) / days * 365.25
-    script = runs[0][0]["script"]
-    which = ", ".join(
-        f"{Path(d).name}: {r[0]['checkpoint']}.pt"
-        for d, r in zip(options.run_dirs, runs, strict=True)
-    )
-    print(f"{script} on {whole}, test {dates[1]} to {dates[-1]} ({len(dates) - 1} rows)")
-    print(f"snapshots by the Sharpe ratio in validation: {which}")
-    rows, shown = [], {}
-    command = shlex.join(["python", "benchmark/backtest.py", *(Path(x).name for x in sys.argv[1:])])
-    for fee in fees:
+    folds = options.walk_forward
+    if not 0 <= folds <= 100:
+        raise UserError(f"--walk-forward is {folds}; allowed is from 0 to 100")
+    runs = [snapshots(run_dir, folds) for run_dir in options.run_dirs]
+    others = [snapshots(run_dir, folds) for run_dir in options.tried]
+    first = snapshot(options.run_dirs[0])
+    script, env = first["script"], first["args"]["env"]
+    dates = make_env(with_options(env, split="test")).dates
+    days = (dates[-1] - dates[0]) / np.timedelta64(1, "D")
+    year = max(YEAR, round((len(dates) - 1) / days * 365.25))  # of minutes there are more
+    chosen = ", ".join(policies[0]["checkpoint"] for policies in runs)
+    print(f"{script} on {env}, {dates[1]} to {dates[-1]} ({len(dates) - 1} rows)")
+    print(f"snapshots that were better in validation: {chosen}")
+    words = Path(sys.argv[0]).name, *(Path(word).name for word in sys.argv[1:])
+    command = f"python benchmark/{shlex.join(words)}"
+    rows, whose = [], f"{script}, {len(runs)} seed{'s' * (len(runs) > 1)}"
+    for fee in options.fees:
         own = [account_of(policies, fee) for policies in runs]
-        others = baselines(whole, fee)
+        tried = [account_of(policies, fee).returns for policies in others]
+        without = baselines(env, fee)
+        equal = without["equal weights"].returns
         if options.ensemble:
-            others["ensemble"], chosen = ensemble([policies[0] for policies in runs], fee)
-        shown[fee] = own, others
+            without["ensemble"], best = ensemble([policies[0] for policies in runs], fee)
+            print(f"\nensemble, which run trades in each quarter: {[x + 1 for x in best]}")
         print(f"\nfee {1e4 * fee:g} basis points\n\n| | {' | '.join(METRICS.values())} |")
         print("|---" * (len(METRICS) + 1) + "|")
-        print(
-            line(
-                f"{script}, {len(own)} seed{'s' * (len(own) > 1)}", [metrics(x, year) for x in own]
-            )
-        )
-        entries = [(script, p[0]["args"]["seed"], x) for p, x in zip(runs, own, strict=True)]
-        for label, account in others.items():
+        print(line(whose, [metrics(account, year) for account in own]))
+        for label, account in without.items():
             print(line(label, [metrics(account, year)]))
-            entries.append((label, "", account))
-        for strategy, seed, account in entries:
-            numbers = {key: f"{value:.5g}" for key, value in metrics(account, year).items()}
-            facts = {"what": options.what, "strategy": strategy, "env": whole, "seed": seed}
-            facts |= {"fee": fee, **numbers, "commit": commit(), "command": command}
-            rows.append(facts)
-    if options.ensemble:
-        print(f"\nensemble, run that traded in each quarter: {[x + 1 for x in chosen]}")
 
-    fee = min(fees, key=lambda fee: abs(fee - 0.001))
-    own, others = shown[fee]
-    tried = [account_of(snapshots(run_dir, options.walk_forward), fee) for run_dir in options.tried]
-    table = np.stack([account.returns for account in (*own, *tried)], 1)  # (T, N)
-    equal = others["equal weights"].returns[:, None]
-    print(f"\nat {1e4 * fee:g} basis points, {table.shape[1]} runs tried:")
-    for label, returns in (("above 0", table), ("above equal weights", table - equal)):
-        trials = [sharpe(column) for column in returns.T]
-        best = returns[:, int(np.argmax(trials))]
-        chance = deflated_sharpe(best, trials)
-        ratio = max(trials) * np.sqrt(year)
-        print(f"  best Sharpe ratio {label}: {ratio:.2f}, deflated {chance:.3f} (luck below 0.95)")
-    if table.shape[1] > 1:
-        print(f"  probability of back-test overfitting: {overfitting(table):.2f} (chance: 0.5)")
-    if options.figure:
-        draw(options.figure, own, others)
+        luck = chance(np.stack([*(account.returns for account in own), *tried], 1), equal)
+        print(
+            f"\nof {len(own) + len(tried)} runs tried: deflated Sharpe ratio of the best "
+            f"{luck['deflated']:.3f}, of its excess over equal weights "
+            f"{luck['deflated_excess']:.3f} (below 0.95 it may be luck); probability of back-test "
+            f"overfitting {luck['overfitting']:.2f} (0.5 is chance)"
+        )
+        entries = [(script, p[0]["args"]["seed"], x, luck) for p, x in zip(runs, own, strict=True)]
+        for label, seed, account, extra in (
+            *entries,
+            *((k, "", x, {}) for k, x in without.items()),
+        ):
+            numbers = {**metrics(account, year), **dict.fromkeys(luck, np.nan), **extra}
+            numbers = {k: "" if np.isnan(x) else f"{x:.5g}" for k, x in numbers.items()}
+            facts = {"what": options.what, "strategy": label, "env": env, "seed": seed, "fee": fee}
+            rows.append({**facts, **numbers, "commit": commit(), "command": command})
+        if options.figure and fee == sorted(options.fees)[len(options.fees) // 2]:
+            draw(options.figure, own, without)
     if options.results:
         append_rows(options.results, rows)
     return rows

@@ -1,6 +1,7 @@
 """StockTrading against a scalar reference in plain Python, its invariants, and print."""
 
 import csv
+import importlib
 import importlib.util
 import itertools
 from pathlib import Path
@@ -272,6 +273,29 @@ def test_synthetic_prices_have_no_drift_and_a_u_shaped_day():
     assert by_minute[0] > 1.5 * by_minute[15] and by_minute[-1] > 1.5 * by_minute[15]
     assert np.array_equal(market.close, random_walk(market.dates, 10, 0).close)
     assert not np.array_equal(market.close, random_walk(market.dates, 10, 1).close)
+
+
+SMALL = {"total_steps": 128, "num_envs": 4, "num_steps": 8, "hidden_size": 8, "warmup_steps": 32}
+SMALL |= {
+    "batch_size": 8,
+    "minibatch_size": 16,
+    "buffer_size": 256,
+    "epochs": 1,
+    "eval_episodes": 2,
+}
+
+
+@pytest.mark.parametrize("kind", ["shares", "weights"])
+@pytest.mark.parametrize("script", ["ppo", "ppo_hterm", "ddpg", "td3", "sac"])
+def test_scripts_train_on_it_unchanged(script, kind, tmp_path, monkeypatch):
+    from algos.worker_learner import run as run_module
+    from tests.test_gpu import NoEvaluator
+
+    monkeypatch.setattr(run_module, "Evaluator", NoEvaluator)  # it plays episodes like any other
+    module = importlib.import_module(f"algos.{script}")
+    small = {k: v for k, v in SMALL.items() if hasattr(module.Args, k)}
+    args = module.Args(env=f"{WALK},actions={kind},steps=20", run_dir=str(tmp_path / "r"), **small)
+    assert module.train(args).step >= 128
 
 
 # Files.
