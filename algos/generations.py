@@ -93,8 +93,8 @@ def evolve(population: Population, args: Args) -> None:
             population.work()
         members = members_of(population, generation, args.agents)
         if not any(members):
-            where = population.root / "failed"
-            raise UserError(f"all agents of generation {generation} failed; see {where}")
+            why = population.journal[-1]["why"]
+            raise UserError(f"all agents of generation {generation} failed: {why}")
         if all(agent.step >= args.total_steps for agent in members if agent):
             break
         parents = select(members, generation, args)

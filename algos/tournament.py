@@ -86,20 +86,22 @@ def generate(population: Population, args: Args) -> None:
     roots = sum(
         not agent.parent for agent in (*population.agents.values(), *population.flights.values())
     )
-    if own is not None:
+    if roots < args.agents:
+        population.fresh(args.algos[roots % len(args.algos)])
+    elif own is not None:
         fair = [agent for agent in unfinished if agent.pause_at <= own.pause_at]
         other = draw(fair, args, generator)
         if other is None or not is_better(other, own):
             population.child(own, False)
-            return
-        population.note("replaced", id=own.id, by=other.id)
-        population.child(other, True)
-        return
-    other = draw(unfinished, args, generator)
-    if other is None or roots < args.agents or generator.random() < args.fresh:
-        population.fresh(args.algos[roots % len(args.algos)])
+        else:
+            population.note("replaced", id=own.id, by=other.id)
+            population.child(other, True)
     else:
-        population.child(other, True)
+        other = draw(unfinished, args, generator)
+        if other is None or generator.random() < args.fresh:
+            population.fresh(args.algos[roots % len(args.algos)])
+        else:
+            population.child(other, True)
 
 
 def compete(population: Population, args: Args) -> None:

@@ -1,0 +1,624 @@
+"""generations.py and tournament.py: selection exactly, by a stand-in whose scores are known, and
+faults with real processes: kills, lost cores, damaged folders, a full disk, NaN.
+"""
+
+import csv
+import json
+import math
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from algos import generations, tournament
+from algos.worker_learner import UserError
+from algos.worker_learner.agents import (
+    FRESH,
+    SCORE,
+    Agent,
+    descend,
+    fuse,
+    is_better,
+    read_score,
+    scaled,
+    scoring,
+    split_words,
+)
+from algos.worker_learner.segments import Here
+
+ROOT = Path(__file__).parent.parent
+PATIENCE = 240  # seconds, for machines that are busy with something else
+CORES = len(os.sched_getaffinity(0)) if sys.platform == "linux" else 0
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+# Helpers.
+
+
+@pytest.fixture
+def stand_in(tmp_path) -> Path:
+    """A folder with the stand-in as a script and as play.py, and the checkpoint it begins with."""
+    folder = tmp_path / "scripts"
+    folder.mkdir()
+    for name in ("trainer", "play"):
+        shutil.copyfile(ROOT / "tests" / "population_program.py", folder / f"{name}.py")
+    torch.save(checkpoint(0.0), folder / "checkpoint.pt")
+    return folder
+
+
+def checkpoint(value: float) -> dict:
+    torch.manual_seed(int(value))
+    group = {"lr": 1e-3 * (1 + value), "betas": (0.9, 0.999), "params": [0]}
+    moments = {"exp_avg": torch.full((2,), value), "step": torch.tensor(3.0)}
+    return {
+        "agent": {"weight": torch.full((2,), value), "count": torch.tensor(int(value))},
+        "target": {"weight": torch.full((2,), 2 * value)},
+        "optimizer": {"state": {0: moments}, "param_groups": [group]},
+        "workers": {"episode": torch.full((2,), value)},
+        "replay": {"obs": torch.full((2,), value)},
+        "run": {"step": 7, "random": [torch.get_rng_state()]},
+        "pending_evaluations": [(1, {})],
+    }
+
+
+def begin(program: str, root: Path, flags: str, words: str = "", **options) -> subprocess.Popen:
+    command = [sys.executable, str(ROOT / "algos" / f"{program}.py"), "--root", str(root)]
+    command += [*flags.split(), "--", *words.split()]
+    out = open(root.with_suffix(".out"), "ab")
+    options = {"cwd": ROOT, "stdout": out, "stderr": out, "start_new_session": True} | options
+    return subprocess.Popen(command, **options)
+
+
+def finish(process: subprocess.Popen, root: Path, code: int = 0) -> str:
+    process.wait(PATIENCE)
+    said = root.with_suffix(".out").read_text()
+    assert process.returncode == code, said
+    assert "Traceback" not in said, said
+    return said
+
+
+def drive(program: str, root: Path, flags: str, words: str = "", code: int = 0, **options) -> str:
+    return finish(begin(program, root, flags, words, **options), root, code)
+
+
+def wait_for(condition, what: str):
+    deadline = time.monotonic() + PATIENCE
+    while not (found := condition()):
+        assert time.monotonic() < deadline, f"after {PATIENCE} s: {what}"
+        time.sleep(0.002)
+    return found
+
+
+def journal(root: Path, event: str | None = None) -> list[dict]:
+    path = root / "journal.jsonl"
+    text = path.read_text() if path.exists() else ""
+    lines = [json.loads(line) for line in text.splitlines(True) if line.endswith("\n")]
+    return [line for line in lines if event in (None, line["event"])]
+
+
+def agents(root: Path) -> dict[str, Agent]:
+    folders = sorted((root / "agents").iterdir())
+    return {x.name: Agent(**json.loads((x / "agent.json").read_text())) for x in folders}
+
+
+def processes_of(root: Path, program: str = "") -> list[int]:
+    """Those, but for drivers, whose command line names something in this folder."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                words = (entry / "cmdline").read_text().split("\0")
+            except OSError:  # it ended meanwhile
+                continue
+            inside = any(word.startswith(f"{root}/") for word in words)
+            if inside and (not program or any(word.endswith(program) for word in words)):
+                found.append(int(entry.name))
+    return found
+
+
+def assert_every_segment_counts_once(root: Path) -> None:
+    """agents/, journal and lineage.csv agree; every score follows from the parent's."""
+    found = agents(root)
+    assert sorted(x["id"] for x in journal(root, "published")) == sorted(found)
+    with open(root / "lineage.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["id"] for row in rows] == sorted(found)
+    for agent in found.values():
+        parent = found.get(agent.parent)
+        before, step = (parent.score, parent.step) if parent else (0.0, 0)
+        gain = (agent.step - step) * agent.flags.get("learning_rate", 2.0)
+        assert agent.score == pytest.approx(before + gain)
+        assert agent.step == agent.pause_at > step
+    assert not list((root / "flight").glob("*.json"))
+
+
+def agent(name: str, score: float, error: float = 0.0, **more) -> Agent:
+    facts = {"parent": "", "script": "ppo", "flags": {}, "seed": 0, "pause_at": 1, "step": 1} | more
+    return Agent(name, score=score, error=error, **facts)
+
+
+# Selection.
+
+
+def test_better_means_by_more_than_the_error_of_the_gap():
+    assert is_better(agent("a", 10, 3), agent("b", 4.9, 4))  # the error of the gap is 5
+    assert not is_better(agent("a", 10, 3), agent("b", 5.1, 4))
+    assert not is_better(agent("a", 10), agent("b", 10))
+
+
+def select(scores: list[tuple[float, float] | None], generation: int = 1, **options):
+    members = [x and agent(str(i), *x) for i, x in enumerate(scores)]
+    parents = generations.select(members, generation, generations.Args(**options))
+    return [int(parent.id) * (-1 if copied else 1) for parent, copied in parents]
+
+
+def test_the_best_replace_who_is_worse_by_more_than_the_error():
+    scores = [(1, 0), (50, 0), (99, 2), (100, 2), (3, 200), (2, 0), (97, 0), (98, 1)]
+    # two survivors, 3 and 2, in turn; 4's error is too large; 6 is worse than 3 (by 3 > 2), 7 not
+    assert select(scores) == [-3, -2, 2, 3, 4, -3, 6, 7]
+    assert select(scores, survivors=0.125) == [-3, -3, 2, 3, 4, -3, -3, 7]
+    assert select([(5, 0), None, (6, 9)]) == [0, -2, 2], "one that failed is replaced at any rate"
+    assert select([(1, 0), (1, 0), (9, 0), (2, 0)], 1, slow=5) == [-2, 1, 2, 3]
+    assert select([(1, 0), (1, 0), (9, 0), (2, 0)], 5, slow=5) == [-2, -2, 2, -2]
+
+
+def test_how_the_generator_draws():
+    board = [agent(str(score), score) for score in range(8)]
+    args = {name: tournament.Args(strategy=name) for name in ("best-of-k", "softmax", "fresh")}
+    args["truncation"] = tournament.Args(strategy="truncation")
+    many = {
+        name: [tournament.draw(board, args[name], random.Random(seed)) for seed in range(4000)]
+        for name in args
+    }
+    assert set(many["fresh"]) == {None}
+    assert {x.score for x in many["truncation"]} == {6, 7}
+    drawn = {name: [x and x.score for x in many[name]] for name in args}
+    share = {name: drawn[name].count(7) / 4000 for name in args}
+    assert share["best-of-k"] == pytest.approx(3 / 8, abs=0.03)  # it is among three of eight
+    assert min(x.score for x in many["best-of-k"]) == 2
+    spread = math.sqrt(sum((x - 3.5) ** 2 for x in range(8)) / 8)
+    odds = [math.exp(x / spread) for x in range(8)]
+    assert share["softmax"] == pytest.approx(odds[7] / sum(odds), abs=0.03)
+    assert tournament.draw([], args["softmax"], random.Random(0)) is None
+
+
+def test_factors_keep_a_hyperparameter_in_its_limits():
+    assert scaled(1e-3, 1.25, None) == 1.25e-3
+    assert scaled(0.99, 1.25, (0, 1)) == 0.9875  # γ: its distance from 1
+    assert scaled(10, 0.8, (1, None)) == 8 and scaled(1, 0.4, (1, None)) == 1
+    assert scaled(9.0, 1.25, (0, 10)) == 10
+
+
+def test_a_score_is_of_episodes_that_nobody_trained_on(tmp_path):
+    words, output = scoring(agent("a", 0, seed=2**29 - 1), tmp_path, tmp_path, SCORE, 20)
+    assert 2**30 <= int(words[-1]) < FRESH and words[-3] == "20"
+    words, _ = scoring(agent("a", 0, seed=2**29 - 1), tmp_path, tmp_path, FRESH, 20)
+    assert FRESH <= int(words[-1]) < 2**31
+    Path(output).write_text(json.dumps({"step": 5, "returns": [1.0, 3.0, 5.0]}))
+    error = 2 / math.sqrt(3)  # the sample standard deviation, by the root of their number
+    assert read_score(Path(output)) == {"score": 3, "error": error, "episodes": 3, "step": 5}
+    Path(output).write_text('{"step": 5, "returns": [1.0, NaN]}')
+    assert read_score(Path(output)) is None
+
+
+def test_generations_with_known_scores(stand_in, tmp_path):
+    """Five generations of four: who descends from whom follows from the learning rates."""
+    root, flags = tmp_path / "known", f"--algo {stand_in}/trainer.py --env Known --agents 4"
+    said = drive("generations", root, f"{flags} --total-steps 500 --period 100")
+    found = agents(root)
+    assert len(found) == 20
+    assert found["00000"].flags == {"learning_rate": 2.0}  # of TUNED, for the first one
+    assert all(1 <= x.flags["learning_rate"] <= 4 for x in list(found.values())[:4])
+    assert_every_segment_counts_once(root)
+    for generation in range(2, 6):
+        now = [x for x in found.values() if x.generation == generation]
+        before = {x.member: x for x in found.values() if x.generation == generation - 1}
+        expected = generations.select([before[i] for i in range(4)], generation, generations.Args())
+        for child, (parent, copied) in zip(now, expected, strict=True):
+            assert child.parent == parent.id
+            ratio = child.flags["learning_rate"] / parent.flags["learning_rate"]
+            assert min(abs(ratio - x) for x in ((0.8, 1.25) if copied else (1,))) < 1e-3
+    assert len({x.seed for x in found.values()}) == 20
+    best = max(found.values(), key=lambda x: x.score)
+    assert json.loads((root / "best" / "agent.json").read_text())["id"] == best.id
+    assert (root / "best" / "best.pt").exists() and (root / "best" / "args.json").exists()
+    (again,) = journal(root, "rescored")
+    assert again["id"] == best.id and again["episodes"] == 100
+    assert f"Best: agent {best.id}, {best.score:.1f} ± 0.0 over 20 episodes" in said
+    before = journal(root)
+    drive("generations", root, f"{flags} --total-steps 500 --period 100")  # all is done
+    assert journal(root) == before and len(agents(root)) == 20
+
+
+def test_noise_replaces_nobody(stand_in, tmp_path):
+    """The same scores with errors larger than every gap."""
+    root = tmp_path / "noisy"
+    flags = f"--algo {stand_in}/trainer.py --env Known --agents 4 --total-steps 300 --period 100"
+    drive("generations", root, flags, "--noise 100000")
+    found = agents(root)
+    assert len(found) == 12 and found["00003"].error == pytest.approx(1e5 / math.sqrt(19))
+    for child in list(found.values())[4:]:
+        assert child.member == found[child.parent].member
+
+
+def test_a_tournament_with_known_scores(stand_in, tmp_path):
+    root, flags = tmp_path / "t", f"--algos {stand_in}/trainer.py --env Known --agents 4 --cpus 0.5"
+    drive("tournament", root, f"{flags} --total-steps 500 --segments 40")
+    found = agents(root)
+    assert len(found) == 40
+    assert_every_segment_counts_once(root)
+    replaced = {line["id"]: line["by"] for line in journal(root, "replaced")}
+    assert replaced, "no agent was replaced: nothing was tested"
+    for worse, better in replaced.items():
+        assert is_better(found[better], found[worse])
+        assert found[better].pause_at <= found[worse].pause_at  # at equal training
+        assert worse not in {x.parent for x in found.values()}
+    independent = tmp_path / "independent"
+    drive("tournament", independent, f"{flags} --total-steps 200 --period 100 --strategy fresh")
+    assert not journal(independent, "replaced")
+    chains = [x.parent for x in agents(independent).values() if x.parent]
+    assert len(chains) == len(set(chains)) == 4
+
+
+def test_same_hyperparameters(stand_in, tmp_path):
+    flags = f"--algo {stand_in}/trainer.py --env Known --agents 2 --total-steps 200 --period 100"
+    drive("generations", tmp_path / "same", f"{flags} --same-hyperparameters")
+    assert all(x.flags == {} for x in agents(tmp_path / "same").values())
+
+
+# Run folders.
+
+
+def save_run(folder: Path, value: float) -> Path:
+    folder.mkdir()
+    torch.save(checkpoint(value), folder / "checkpoint.pt")
+    torch.save({"script": "ppo", "agent": checkpoint(value)["agent"]}, folder / "last.pt")
+    args = {"learning_rate": 1e-3, "gamma": 0.9, "seed": 3}
+    (folder / "args.json").write_text(json.dumps({"script": "ppo", "args": args}))
+    (folder / "metrics.csv").write_text("step,seconds,tag,value\n")
+    return folder
+
+
+def test_fusion_is_the_true_mean(tmp_path):
+    runs = [save_run(tmp_path / f"run{value}", value) for value in (1.0, 2.0, 6.0)]
+    fuse(runs, tmp_path / "fused")
+    fused = torch.load(tmp_path / "fused" / "checkpoint.pt", weights_only=True)
+    first = checkpoint(1.0)
+    assert fused["agent"]["weight"].tolist() == [3, 3]  # not 1/4, 1/4, 1/2
+    assert fused["target"]["weight"].tolist() == [6, 6]
+    assert fused["optimizer"]["state"][0]["exp_avg"].tolist() == [3, 3]
+    assert fused["optimizer"]["state"][0]["step"] == 3
+    group = fused["optimizer"]["param_groups"][0]
+    assert group["lr"] == pytest.approx(4e-3) and group["betas"] == (0.9, 0.999)
+    assert fused["agent"]["count"] == 1, "an integer has no mean"
+    assert fused["workers"]["episode"].tolist() == fused["replay"]["obs"].tolist() == [1, 1]
+    assert torch.equal(fused["run"]["random"][0], first["run"]["random"][0])
+    policy = torch.load(tmp_path / "fused" / "last.pt", weights_only=True)
+    assert policy["agent"]["weight"].tolist() == [3, 3]
+
+
+def test_a_descendant_has_other_random_numbers_and_its_own_learning_rate(tmp_path):
+    parent = save_run(tmp_path / "parent", 1.0)
+    before = {path.name: path.read_bytes() for path in parent.iterdir()}
+    descend(parent, tmp_path / "child", {"learning_rate": 3e-3}, seed=11)
+    saved = torch.load(tmp_path / "child" / "checkpoint.pt", weights_only=True)
+    assert saved["agent"]["weight"].tolist() == [1, 1]
+    assert saved["optimizer"]["param_groups"][0]["lr"] == pytest.approx(6e-3)  # 2e-3, times three
+    assert saved["workers"] == {} and saved["pending_evaluations"] == []
+    torch.manual_seed(11)
+    assert torch.equal(saved["run"]["random"][0], torch.get_rng_state())
+    args = json.loads((tmp_path / "child" / "args.json").read_text())["args"]
+    assert (args["learning_rate"], args["gamma"], args["seed"]) == (3e-3, 0.9, 11)
+    assert before == {path.name: path.read_bytes() for path in parent.iterdir()}
+    (parent / "checkpoint.pt").write_bytes(before["checkpoint.pt"][:-100])
+    with pytest.raises(ValueError, match="damaged"):
+        descend(parent, tmp_path / "another", {}, seed=12)
+    assert not (tmp_path / "another").exists()
+
+
+# Faults.
+
+
+def same(a, b) -> bool:
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    return a == b
+
+
+def step_of(run: Path) -> int:
+    try:
+        return int((run / "metrics.csv").read_text().splitlines()[-1].split(",")[0])
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def test_two_kills_change_no_weight_and_neither_does_a_replay(tmp_path):
+    """ppo.py itself: a member is killed, then the driver; --replay ends with the same weights."""
+    flags = "--algo ppo --env CartPole --agents 1 --total-steps 16000 --period 8000"
+    words = "--num-envs 4 --num-steps 16 --minibatch-size 32 --epochs 2 --hidden-size 8"
+    words += " --checkpoint-every 500"
+    calm, stormy = tmp_path / "calm", tmp_path / "stormy"
+    drive("generations", calm, flags, words)
+    driver = begin("generations", stormy, flags, words)
+    run = stormy / "flight" / "00001" / "run0"
+    wait_for(lambda: step_of(run) > 9000, "a step of the second segment")
+    (trainer,) = processes_of(run.parent, "ppo.py")
+    os.kill(trainer, signal.SIGKILL)
+    wait_for(lambda: journal(stormy, "killed"), "the journal's line of it")
+    (again,) = wait_for(lambda: processes_of(run.parent, "ppo.py"), "its second start")
+    assert again != trainer
+    driver.kill()
+    driver.wait()
+    wait_for(lambda: not processes_of(stormy), "the end of what the driver has started")
+    assert not (stormy / "agents" / "00001").exists(), "killed too late"
+    drive("generations", stormy, flags, words)
+    drive("generations", calm, f"{flags} --replay 00001", words)
+    ends = [calm, stormy, calm / "replay" / "00001"]
+    ends = [torch.load(x / "agents" / "00001" / "checkpoint.pt") for x in ends]
+    for end in ends[1:]:
+        for name in ("agent", "optimizer", "workers"):
+            assert same(end[name], ends[0][name]), name
+        assert end["run"]["step"] == ends[0]["run"]["step"] >= 16000
+        assert same(end["run"]["random"], ends[0]["run"]["random"])
+    assert [x["id"] for x in journal(stormy, "published")] == ["00000", "00001"]
+
+
+def test_a_driver_killed_anywhere_loses_nothing(stand_in, tmp_path):
+    """Killed again and again, in the middle of whatever it does, it ends as the undisturbed one."""
+    flags = f"--algo {stand_in}/trainer.py --env Known --agents 4 --total-steps 400 --period 100"
+    drive("generations", tmp_path / "calm", flags)
+    root, seen = tmp_path / "killed", 0
+    for published in (1, 3, 6, 10):
+        driver = begin("generations", root, flags)
+        wait_for(lambda least=published: len(journal(root, "published")) >= least, "agents")
+        time.sleep(random.Random(published).uniform(0, 0.05))
+        driver.kill()
+        driver.wait()
+        before, seen = seen, len(journal(root, "published"))
+        assert seen >= max(before, published)
+        wait_for(lambda: not processes_of(root), "the end of what the driver has started")
+    torn = root / "journal.jsonl"
+    torn.write_text(torn.read_text() + '{"time": 1, "eve')
+    drive("generations", root, flags)
+    assert_every_segment_counts_once(root)
+    facts = ("id", "parent", "flags", "seed", "score", "generation", "member")
+    ends = [
+        [[getattr(x, fact) for fact in facts] for x in agents(end).values()]
+        for end in (tmp_path / "calm", root)
+    ]
+    assert ends[0] == ends[1]
+
+
+# Killed at each of its moments by itself: `os.rename` publishes, `os.fsync` is the journal's.
+KILL_AT = """
+    import itertools, os, signal, sys
+    count, function = itertools.count(1), os.{name}
+    def fatal(*arguments):
+        if {after}:
+            result = function(*arguments)
+        if next(count) == {number}:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result if {after} else function(*arguments)
+    if any(word.endswith("generations.py") for word in sys.orig_argv):
+        os.{name} = fatal
+"""
+
+
+def sabotaged(tmp_path: Path, code: str) -> dict:
+    folder = tmp_path / f"sabotage{time.monotonic_ns()}"
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(textwrap.dedent(code))
+    return {"env": {**os.environ, "PYTHONPATH": str(folder)}}
+
+
+def test_a_driver_killed_as_it_publishes(stand_in, tmp_path):
+    flags = f"--algo {stand_in}/trainer.py --env Known --agents 2 --total-steps 200 --period 100"
+    root = tmp_path / "publishing"
+    for name, after, number in (
+        ("rename", False, 1),
+        ("rename", True, 1),  # published, but the journal does not know
+        ("fsync", False, 3),
+        ("fsync", True, 4),
+        ("unlink", False, 2),
+    ):
+        code = KILL_AT.format(name=name, after=after, number=number)
+        drive("generations", root, flags, code=-9, **sabotaged(tmp_path, code))
+    drive("generations", root, flags)
+    assert_every_segment_counts_once(root)
+    assert len(agents(root)) == 4
+
+
+def test_fewer_cores_stop_the_weakest_and_more_start_them_again(stand_in, tmp_path):
+    if CORES < 2:
+        pytest.skip("needs two cores")
+    root = tmp_path / "elastic"
+    flags = f"--algos {stand_in}/trainer.py --env Known --agents 4 --total-steps 300 --period 100"
+    flags += f" --segments 12 --cpus {CORES / 4}"
+    driver = begin("tournament", root, flags, "--sleep 2.5")
+    wait_for(lambda: len(journal(root, "published")) == 4, "the first agents")
+
+    def in_training() -> set[str]:
+        return {Path(f"/proc/{x}/cmdline").read_text() for x in processes_of(root, "trainer.py")}
+
+    wait_for(lambda: len(in_training()) == 4, "four in training")
+    everything = os.sched_getaffinity(driver.pid)
+    os.sched_setaffinity(driver.pid, sorted(everything)[: CORES // 2])
+    wait_for(lambda: len(journal(root, "stopped")) == 4 - int(CORES // 2 / (CORES / 4)), "stops")
+    stopped = {line["id"] for line in journal(root, "stopped")}
+    parents = agents(root)
+    intents = {x.stem: json.loads(x.read_text()) for x in (root / "flight").glob("*.json")}
+    scores = {name: parents[intent["parent"]].score for name, intent in intents.items()}
+    others = scores.keys() - stopped
+    if len(scores) == 4:  # none has ended meanwhile
+        assert max(scores[x] for x in stopped) <= min(scores[x] for x in others)
+    os.sched_setaffinity(driver.pid, everything)
+    finish(driver, root)
+    assert len(agents(root)) == 12
+    assert stopped <= agents(root).keys(), "a segment that was stopped was lost"
+    assert_every_segment_counts_once(root)
+
+
+def test_a_damaged_member_is_left_out(stand_in, tmp_path):
+    root = tmp_path / "damaged"
+    flags = f"--algo {stand_in}/trainer.py --env Known --agents 4 --total-steps 400 --period 100"
+    driver = begin("generations", root, flags, "--sleep 0.2")
+    wait_for(lambda: len(journal(root, "published")) >= 8, "two generations")
+    driver.kill()
+    driver.wait()
+    begun = {json.loads(x.read_text())["parent"] for x in (root / "flight").glob("*.json")}
+    second = [x for x in agents(root).values() if x.generation == 2]
+    first = [x for x in agents(root).values() if x.generation == 1]
+    best = max(second, key=lambda x: x.score)
+    (root / "agents" / first[0].id / "agent.json").write_text("{")
+    damaged = root / "agents" / best.id / "checkpoint.pt"
+    damaged.write_bytes(damaged.read_bytes()[:-50])
+    for folder in (root / "flight").glob("0*/"):
+        shutil.rmtree(folder)  # so that they begin by reading the damaged one
+    said = drive("generations", root, flags, "--sleep 0.2")
+    corrupt = {line["id"] for line in journal(root, "corrupt")}
+    assert corrupt == {first[0].id, best.id} or (corrupt == {first[0].id} and not begun)
+    assert f"{root / 'agents' / first[0].id} is damaged" in said
+    living = [x for x in agents_but(root, corrupt) if x.generation == 4]
+    assert len(living) == 4
+    assert all(x.parent not in corrupt for x in living)
+
+
+def agents_but(root: Path, corrupt: set[str]) -> list[Agent]:
+    folders = [x for x in sorted((root / "agents").iterdir()) if x.name not in corrupt]
+    return [Agent(**json.loads((x / "agent.json").read_text())) for x in folders]
+
+
+def test_nan_is_journalled_and_replaced_and_never_ranked(stand_in, tmp_path):
+    """Of a third of the seeds the loss is NaN; and of low values the returns are."""
+    flags = f"--algo {stand_in}/trainer.py --env Known --agents 6 --total-steps 400 --period 100"
+    root = tmp_path / "nan"
+    drive("generations", root, flags, "--fails 33 --nan-below 150")
+    failed = journal(root, "failed")
+    assert any("losses/policy is nan" in line["why"] for line in failed)
+    assert any("returns are not finite" in line["why"] for line in failed)
+    assert not {line["id"] for line in failed} & agents(root).keys()
+    assert all(math.isfinite(x.score) for x in agents(root).values())
+    assert_every_segment_counts_once(root)
+    for generation in range(1, 5):
+        count = sum(x.generation == generation for x in agents(root).values())
+        assert count + sum(line["generation"] == generation for line in failed) == 6
+    logs = {path.name.split(".")[0] for path in (root / "failed").iterdir()}
+    assert logs == {line["id"] for line in failed}
+
+
+FULL = """
+    import os, sys
+    fsync = os.fsync
+    def fails(file):
+        if os.readlink(f"/proc/self/fd/{file}").endswith("journal.jsonl"):
+            if os.fstat(file).st_size > 300:
+                raise OSError(28, "No space left on device")
+        fsync(file)
+    os.fsync = fails
+"""
+
+
+def test_a_full_disk_is_one_sentence_and_the_same_command_goes_on(stand_in, tmp_path):
+    root = tmp_path / "full"
+    flags = f"--algo {stand_in}/trainer.py --env Known --agents 2 --total-steps 300 --period 100"
+    said = drive("generations", root, flags, code=1, **sabotaged(tmp_path, FULL))
+    assert said.strip().splitlines()[-1].startswith(f"--root {root}: No space left on device; the")
+    assert 1 <= len(agents(root)) < 6
+    drive("generations", root, flags)
+    assert_every_segment_counts_once(root)
+    assert len(agents(root)) == 6
+
+
+def test_ctrl_c_stops_and_the_same_command_goes_on(stand_in, tmp_path):
+    root = tmp_path / "stopped"
+    flags = f"--algo {stand_in}/trainer.py --env Known --agents 2 --total-steps 300 --period 100"
+    driver = begin("generations", root, flags, "--sleep 0.5")
+    wait_for(lambda: journal(root, "published"), "an agent")
+    driver.send_signal(signal.SIGINT)
+    assert "The same command goes on." in finish(driver, root, 1)
+    assert not processes_of(root)
+    drive("generations", root, flags, "--sleep 0.5")
+    assert_every_segment_counts_once(root)
+
+
+# Errors, and what segments cost.
+
+
+def test_mistakes_are_one_sentence(stand_in, tmp_path):
+    root, known = tmp_path / "root", f"--algo {stand_in}/trainer.py --env Known --agents 1"
+    known += " --total-steps 100 --period 100"
+    drive("generations", root, known)
+
+    def fails(flags: str, said: str, words: str = "", folder: Path = root, **options) -> None:
+        folder.with_suffix(".out").unlink(missing_ok=True)
+        text = drive("generations", folder, flags, words, 1, **options).strip()
+        assert said in text and "\n" not in text, text
+
+    new = tmp_path / "new"
+    fails(f"{known} --seed 5", f"--seed was 0 when {root} began and is now 5")
+    fails(known, "what follows -- was [] when", "--gamma 0.5")
+    fails("--algo nonsense", "the algorithm is nonsense, but", folder=new)
+    fails("--algo play", "is not a script that trains", folder=new)
+    fails("--agents 0", "--agents is 0; allowed is at least 1", folder=new)
+    fails("--eval-episodes 1", "--eval-episodes is 1; allowed is from 2", folder=new)
+    fails("--perturb speed", "--perturb is speed, but ppo.py has no such number", folder=new)
+    fails("", "--total-steps stands after --, but generations.py has", "--total-steps 5", new)
+    fails("--cpus 1000", "--cpus is 1000 and --gpus 0; this machine has no room", folder=new)
+    fails(f"{known} --replay 7", "--replay is 7, but")
+    no_ray = sabotaged(tmp_path, "import sys\nsys.modules['ray'] = None")
+    fails("--cluster auto", '--cluster is auto, which needs Ray: pip install -e ".[cluster]"',
+          folder=new, **no_ray)  # fmt: skip
+    said = drive("generations", tmp_path / "x", known, "--sleep nonsense", code=1)
+    assert "generation 1 failed: exit status 1: ValueError: could not convert string to" in said
+
+
+def test_words_after_two_dashes_are_for_the_script():
+    assert split_words(["--agents", "2"]) == (["--agents", "2"], [])
+    assert split_words(["--agents", "2", "--", "--num-envs", "8"])[1] == ["--num-envs", "8"]
+
+
+def test_segments_are_started_killed_and_chained_here(tmp_path):
+    pool = Here(1, 0)
+    assert pool.slots() == CORES
+    commands = [(["sh", "-c", f"echo {x}"], str(tmp_path / f"{x}.txt")) for x in "ab"]
+    pool.start("good", commands)
+    assert pool.wait(PATIENCE) == {"good": 0}
+    assert (tmp_path / "a.txt").read_text() + (tmp_path / "b.txt").read_text() == "a\nb\n"
+    pool.start("bad", [(["sh", "-c", "echo why >&2; exit 7"], str(tmp_path / "c.txt")), *commands])
+    (tmp_path / "a.txt").unlink()
+    assert pool.wait(PATIENCE) == {"bad": 7}, "the rest must not run"
+    assert not (tmp_path / "a.txt").exists() and (tmp_path / "c.log").read_text() == "why\n"
+    pool.start("long", [(["sleep", "1000"], str(tmp_path / "d.txt")), *commands])
+    pool.start("other", [(["sh", "-c", "sleep 1000", f"{tmp_path}/x"], str(tmp_path / "e.txt"))])
+    pool.stop("long")
+    assert pool.wait(0.01) == {} and not (tmp_path / "a.txt").exists()
+    pool.close()
+    assert not processes_of(tmp_path)
+    with pytest.raises(UserError, match="needs Ray"):
+        without_ray()
+
+
+def without_ray() -> None:
+    from algos.worker_learner import segments
+
+    before = sys.modules.get("ray")
+    sys.modules["ray"] = None
+    try:
+        segments.connect("auto", 1, 0, 1)
+    finally:
+        del sys.modules["ray"]
+        if before is not None:
+            sys.modules["ray"] = before
