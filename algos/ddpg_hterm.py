@@ -1,11 +1,10 @@
 """DDPG with the Hamiltonian term (H-term): ddpg.py plus a policy gradient along K-step windows.
 
 Liu & Fang 2020 (NeurIPS workshop); Liu, Li, Wu, Wang 2023, "Stationary Deep RL with Quantum K-spin
-Hamiltonian Regularization" (ICLR workshop). A (state, action) is read as a spin, and the energy H
-is minus the expected K-step return. The actor of DDPG sees single states through the critic;
-the H-term shows it what K actions in a row led to. Windows are K steps in a row from the newest
-part of the replay buffer; u is the action before it is clipped, b the policy that drew it, m_j is 1
-until an episode ends, V̄(s) = Q̄(s, μ̄(s)):
+Hamiltonian Regularization" (ICLR workshop). The energy H is minus the expected K-step return: where
+the actor of DDPG sees single states, it learns from H what K actions in a row led to. Windows are K
+steps in a row from the newest part of the replay buffer, u is the action before it is clipped, b
+the policy that drew it, m_j is 1 until an episode ends, V̄(s) = Q̄(s, μ̄(s)):
 
     δ_j = r_j + γ (1 − terminated_j) V̄(s_{j+1}) − V̄(s_j)
     w_j = min( 1, exp Σ_{i≤j} log π(u_i|s_i)/b(u_i|s_i) )      π = N(μ(s), σ²), which explores
@@ -16,10 +15,9 @@ until an episode ends, V̄(s) = Q̄(s, μ̄(s)):
 
     python algos/ddpg_hterm.py --env Hopper
 
-What differs from ddpg.py: `collect` stores u and log b; `hamiltonian_term`; `update` adds its
-gradient. With λ = 0 the run is ddpg.py's, bit for bit. What differs from the paper: TD errors, not
-rewards; importance weights; recent windows, not the best episodes; no window past an episode's end;
-λ falls; the cap. No effect on the return is shown so far (benchmark/results/hterm).
+What differs from ddpg.py: `collect` stores u and log b; `hamiltonian_term`, its part of `update`.
+With λ = 0 the run is ddpg.py's, bit for bit. What differs from the paper: TD errors, importance
+weights, newest windows, λ falls, the cap. No effect is shown so far (benchmark/results/hterm).
 """
 
 import copy
@@ -32,11 +30,10 @@ from torch.distributions import Normal
 
 import vec_envs
 from algos.worker_learner import (
+    ReplayArgs,
     ReplayBuffer,
     Result,
     Run,
-    TransitionArgs,
-    UserError,
     Workers,
     average_gradients,
     mean_over_learners,
@@ -45,13 +42,11 @@ from algos.worker_learner import (
 
 
 @dataclass
-class Args(TransitionArgs):
+class Args(ReplayArgs):
     """DDPG with the H-term on any environment with continuous actions."""
 
     env: str = "HalfCheetah"
     num_envs: int = 4
-    num_steps: int = 1
-    """steps of each environment between updates"""
     utd_ratio: float = 1.0
     """updates per transition collected"""
     batch_size: int = 256
@@ -79,9 +74,9 @@ class Args(TransitionArgs):
 
 
 LIMITS = {
-    **dict.fromkeys(("num_steps", "batch_size", "buffer_size", "hidden_size"), (1, None)),
-    **dict.fromkeys(("gamma", "tau"), (0, 1)),
+    **dict.fromkeys(("batch_size", "buffer_size", "hidden_size"), (1, None)),
     **dict.fromkeys(("hterm_length", "hterm_newest"), (1, None)),
+    **dict.fromkeys(("gamma", "tau"), (0, 1)),
     "exploration_noise": (1e-3, None),  # σ: the H-term needs a density
 }
 
@@ -140,9 +135,7 @@ class Agent(nn.Module):
 
     def policy(self, obs: Tensor) -> Normal:
         """N(μ(s), σ²), which explores."""
-        mean = self.actor(obs)
-        std = torch.full_like(mean, self.exploration_noise)
-        return Normal(mean, std, validate_args=False)
+        return Normal(self.actor(obs), self.exploration_noise, validate_args=False)
 
     def to_env(self, action: Tensor) -> Tensor:
         return self.action_center + self.action_scale * action
@@ -157,9 +150,8 @@ def collect(agent: Agent, envs: vec_envs.VecEnv, rollout: dict[str, Tensor]) -> 
         u = policy.mean + agent.exploration_noise * torch.randn_like(policy.mean)
         u = torch.where(agent.warm_up, 2 * torch.rand_like(u) - 1, u)
         log_prob = policy.log_prob(u)
-        action = u.clamp(-1, 1)
         rollout["obs"][t] = obs
-        rollout["action"][t] = action
+        rollout["action"][t] = action = u.clamp(-1, 1)
         rollout["raw_action"][t] = u
         # log b: uniform actions have the density ½ in each dimension
         rollout["log_prob"][t] = torch.where(agent.warm_up, -math.log(2), log_prob).sum(-1)
@@ -189,13 +181,6 @@ def actor_loss(agent: Agent, batch: dict) -> Tensor:
     return -agent.critic(batch["obs"], action).mean()
 
 
-def chain(log_ratio: Tensor, delta: Tensor, mask: Tensor, gamma: float) -> tuple[Tensor, Tensor]:
-    """g_i = Σ_{j≥i} γ^j m_j w_j δ_j, and w_j = min(1, exp Σ_{i≤j} log_ratio_i), both (K, L)."""
-    powers = gamma ** torch.arange(len(delta), device=delta.device, dtype=delta.dtype)
-    w = log_ratio.cumsum(0).exp().clamp(max=1)
-    return (powers.unsqueeze(1) * mask * w * delta).flip(0).cumsum(0).flip(0), w
-
-
 def hamiltonian_term(agent, target: Agent, windows: dict, args: Args) -> tuple[Tensor, Tensor]:
     """1/(2Σm) Σ m_i ĝ_i ‖ u_i − μ(s_i) ‖², and the effective sample size (Σw)²/Σw²."""
     mask, total = windows["mask"], mean_over_learners(windows["mask"].sum())
@@ -206,7 +191,9 @@ def hamiltonian_term(agent, target: Agent, windows: dict, args: Args) -> tuple[T
         value = target.critic(states, target.actor(states))
         delta = windows["reward"] + args.gamma * ~windows["terminated"] * value[1:] - value[:-1]
         log_ratio = policy.log_prob(u).sum(-1) - windows["log_prob"]
-        g, w = chain(log_ratio, delta, mask, args.gamma)
+        w = log_ratio.cumsum(0).exp().clamp(max=1)
+        powers = args.gamma ** torch.arange(len(mask), device=mask.device, dtype=mask.dtype)
+        g = (powers.unsqueeze(1) * mask * w * delta).flip(0).cumsum(0).flip(0)
         mean_square = mean_over_learners((mask * g.square()).sum()) / total
         g = g / (agent.mean_square_g.lerp_(mean_square, 0.01).sqrt() + 1e-6)
         sample_size = (mask * w).sum().square() / ((mask * w.square()).sum() + 1e-8)
@@ -222,11 +209,11 @@ def soft_update(target: nn.Module, network: nn.Module, tau: float) -> None:
 
 
 def update(agent, target, optimizers, loss_functions, batch, windows, coef, args: Args):
-    """One step of critic, actor and targets -> what to log, the TD errors (B,)."""
+    """One step of critic, actor and targets -> what to log."""
     critic_optimizer, actor_optimizer = optimizers
     critic_loss, actor_loss, hamiltonian_term = loss_functions  # those above, perhaps compiled
 
-    q_loss, td_error = critic_loss(agent, target, batch, args)
+    q_loss, _ = critic_loss(agent, target, batch, args)
     critic_optimizer.zero_grad()
     q_loss.backward()
     average_gradients(agent.critic)
@@ -258,27 +245,21 @@ def update(agent, target, optimizers, loss_functions, batch, windows, coef, args
     agent.critic.requires_grad_(True)
 
     soft_update(target, agent, args.tau)
-    return losses, td_error
+    return losses
 
 
 def train(args: Args) -> Result:
     run = Run(args, __file__, LIMITS)
     args = run.args
-    least = args.hterm_length * args.num_envs * run.world_size
-    if args.hterm_coef > 0 and least > min(args.buffer_size, args.warmup_steps, args.hterm_newest):
-        flags = "--buffer-size, --warmup-steps and --hterm-newest"
-        raise UserError(f"{flags} must be at least {least}, --hterm-length times --num-envs")
     workers = Workers(run, collect, "bounded", ahead=True)
     agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
     target = copy.deepcopy(agent).requires_grad_(False)
-    critic_parameters = agent.critic.parameters()
-    actor_parameters = agent.actor.parameters()
-    critic_optimizer = torch.optim.Adam(critic_parameters, args.learning_rate, fused=True)
-    actor_optimizer = torch.optim.Adam(actor_parameters, args.learning_rate, fused=True)
+    critic_optimizer = torch.optim.Adam(agent.critic.parameters(), args.learning_rate, fused=True)
+    actor_optimizer = torch.optim.Adam(agent.actor.parameters(), args.learning_rate, fused=True)
     optimizers = critic_optimizer, actor_optimizer
-    loss_functions = run.compile(critic_loss, actor_loss, hamiltonian_term)
+    functions = run.compile(critic_loss, actor_loss, hamiltonian_term)
     extra = {"raw_action": workers.action_space.shape, "log_prob": ()}
-    replay = ReplayBuffer(run, workers.start(agent, args.num_steps, **extra), args.buffer_size)
+    replay = ReplayBuffer(run, workers.start(agent, 1, **extra), args.buffer_size)
     step = run.start(
         agent=agent, target=target, critic_optimizer=critic_optimizer,
         actor_optimizer=actor_optimizer, workers=workers, replay=replay,
@@ -290,16 +271,13 @@ def train(args: Args) -> Result:
         agent.warm_up.fill_(step < args.warmup_steps)
         rollout = workers.collect()
         replay.add(rollout)
-        before, step = step, step + args.num_steps * args.num_envs * run.world_size
+        before, step = step, step + args.num_envs * run.world_size
         if step >= args.warmup_steps and len(replay) >= min(args.warmup_steps, args.buffer_size):
             coef = args.hterm_coef * (1 - before / args.total_steps)
             for _ in range(int(before * args.utd_ratio), int(step * args.utd_ratio)):
                 batch = replay.sample(args.batch_size)
                 windows = replay.windows(*window_shape, args.hterm_newest) if coef > 0 else None
-                losses, td_error = update(
-                    agent, target, optimizers, loss_functions, batch, windows, coef, args
-                )
-                replay.update_priorities(batch["index"], td_error)
+                losses = update(agent, target, optimizers, functions, batch, windows, coef, args)
 
         run.log_episodes(step, rollout)
         if step // args.log_every > before // args.log_every:

@@ -1,9 +1,8 @@
 """PPO with the Hamiltonian term (H-term): ppo.py plus advantage-weighted regression to its past.
 
 Liu & Fang 2020, "Quantum Tensor Networks for Variational RL", and Liu, Li, Wu, Wang 2023,
-"Stationary Deep RL with Quantum K-spin Hamiltonian Regularization", read each (s, a) as a spin and
-minus the expected K-step return as the energy H(π); nothing in it is quantum. Their Algorithm 1
-keeps good trajectories in a second memory and raises their log-probability. Here, R a λ-return:
+"Stationary Deep RL with Quantum K-spin Hamiltonian Regularization", read minus the expected K-step
+return as an energy H(π) and raise the log-probability of remembered trajectories. R a λ-return:
 
     memory   the last M rollouts; to each minibatch comes one of half the size, drawn from them
     L_H(θ) = − E[ w/w̄ σ̄² log π_θ(a|s) ] + 0.05 E[ (R − V_θ(s))² ],   w = min(exp Â, 3)
@@ -12,24 +11,20 @@ keeps good trajectories in a second memory and raises their log-probability. Her
     python algos/ppo_hterm.py --env Ant
 
 L_H is advantage-weighted regression (AWR; Peng, Kumar, Zhang, Levine 2019, arXiv:1910.00177), akin
-to self-imitation (Oh, Guo, Singh, Lee 2018, arXiv:1806.05635): the policy stays near what it did,
-and nearer where that went better than expected. What differs from ppo.py: `remember`,
-`hamiltonian_term`, one more term in `update`. With λ = 0 it is ppo.py's run, bit for bit (but see
-Hopper in TUNED). What differs from AWR: PPO's loss beside it; w is at most 3 (paper: 20) and
-divided by its mean w̄; only the mean of the Gaussian learns, where σ̄², the mean of σ², makes L_H
-the regression ½ w ‖a − μ_θ(s)‖². R is of the present critic and reward scale: one in the units of
-its day looks good when the scale has grown since. Nothing else corrects for a transition's age, and
-where the environment is random, luck counts as merit.
+to self-imitation (Oh, Guo, Singh, Lee 2018, arXiv:1806.05635). What differs from ppo.py:
+`remember`, `hamiltonian_term`, their part in `update`; actions are continuous, the learning rate is
+annealed. With λ = 0 the run is ppo.py's, bit for bit. What differs from AWR: PPO's loss beside it;
+w is at most 3 (paper: 20) and divided by its mean w̄; only the mean of the Gaussian learns, where
+σ̄², the mean of σ², makes L_H the regression ½ w ‖a − μ_θ(s)‖². R is of the present critic and
+reward scale; nothing else corrects for a transition's age.
 """
 
 import math
 from dataclasses import dataclass
-from typing import Literal
 
-import gymnasium
 import torch
 from torch import Tensor, nn
-from torch.distributions import Categorical, Distribution, Independent, Normal
+from torch.distributions import Independent, Normal
 
 import vec_envs
 from algos.worker_learner import (
@@ -49,16 +44,12 @@ from algos.worker_learner import (
 
 @dataclass
 class Args(RunArgs):
-    """PPO with the H-term on any environment."""
+    """PPO with the H-term on any environment with continuous actions."""
 
     num_steps: int = 64
     """steps of each environment in a rollout"""
     learning_rate: float = 5e-4
-    """of Adam, for actor and critic"""
-    learning_rate_schedule: Literal["anneal", "adaptive", "constant"] = "anneal"
-    """anneal: linearly to zero; adaptive: by the KL divergence towards --target-kl"""
-    target_kl: float = 0.01
-    """what adaptive steers to: the divergence from the policy that collected the rollout"""
+    """of Adam, for actor and critic; falls linearly to 0"""
     epochs: int = 10
     """passes over each rollout"""
     minibatch_size: int = 512
@@ -69,12 +60,6 @@ class Args(RunArgs):
     """λ of the advantage estimator: 0 trusts the critic, 1 the returns"""
     clip: float = 0.2
     """ε: how far the probability ratio may leave 1 before its gradient stops"""
-    value_coef: float = 0.5
-    """c_V, weight of the value loss"""
-    entropy_coef: float = 0.0
-    """c_H, weight of the entropy bonus"""
-    max_grad_norm: float = 0.5
-    """gradients longer than this are shortened to it"""
     hidden_size: int = 64
     """width of the two hidden layers of actor and critic"""
     initial_log_std: float = 0.0
@@ -89,26 +74,16 @@ LIMITS = {
     **dict.fromkeys(("num_steps", "minibatch_size"), (2, None)),
     **dict.fromkeys(("epochs", "hidden_size", "hterm_memory"), (1, None)),
     **dict.fromkeys(("gamma", "gae_lambda"), (0, 1)),
-    **dict.fromkeys(("target_kl", "max_grad_norm"), (1e-9, None)),
     "initial_log_std": (-10, 10),
 }
 
-# What differs by environment, as in the tables of papers; a flag on the command line wins.
-# As in ppo.py, but for Ant's λ and for Hopper, where ppo.py's learning rate is adaptive and this
-# one is annealed, as in the published runs.
+# What differs by environment, as in ppo.py but for Ant's λ; a flag on the command line wins.
 TUNED = {
-    "CartPole": dict(total_steps=49_152, eval_every=10_000, learning_rate=1e-3, gae_lambda=0.98),
-    "Acrobot": dict(total_steps=98_304, eval_every=20_000, num_envs=32, minibatch_size=256,
-                    learning_rate=1e-3, gamma=0.98),
     "Ant": dict(total_steps=2_500_000, num_steps=32, epochs=4, minibatch_size=1024,
                 learning_rate=1e-3, initial_log_std=-1.0, hterm_coef=0.1),
     "HalfCheetah": dict(num_steps=32, minibatch_size=128, learning_rate=3e-4, initial_log_std=-1.0,
                         gamma=0.98, gae_lambda=0.92),
     "Walker2d": dict(num_steps=32),
-    "Pendulum": dict(minibatch_size=1024, learning_rate=1e-3, gamma=0.95),
-    "LunarLanderContinuous-v3": dict(gamma=0.999, gae_lambda=0.98),
-    "BipedalWalker-v3": dict(total_steps=2_500_000, num_steps=256, minibatch_size=2048,
-                             learning_rate=7e-4, initial_log_std=-0.5),
 }  # fmt: skip
 
 
@@ -124,44 +99,39 @@ def mlp(inputs: int, hidden: int, outputs: int, last_gain: float) -> nn.Sequenti
 class Agent(nn.Module):
     """Actor and critic. forward: observation (N, obs_dim) → the environment's action, no noise.
 
-    Continuous: a Gaussian around actor(s), where the action range is [−1, 1]; what leaves the range
-    is clipped on its way to the environment only. Discrete: actor(s) are logits.
+    A Gaussian around actor(s), where the action range is [−1, 1]; clipped for the environment only.
     """
 
     def __init__(self, observation_space, action_space, args: Args):
         super().__init__()
-        obs_dim = observation_space.shape[0]
-        self.discrete = isinstance(action_space, gymnasium.spaces.Discrete)
-        outputs = int(action_space.n) if self.discrete else action_space.shape[0]
+        obs_dim, act_dim = observation_space.shape[0], action_space.shape[0]
         self.normalizer = Normalizer(obs_dim)
         self.reward_scaler = RewardScaler(args.num_envs, args.gamma)
-        self.actor = mlp(obs_dim, args.hidden_size, outputs, last_gain=0.01)
+        self.actor = mlp(obs_dim, args.hidden_size, act_dim, last_gain=0.01)
         self.critic = mlp(obs_dim, args.hidden_size, 1, last_gain=1.0)
-        if not self.discrete:
-            self.log_std = nn.Parameter(torch.full((outputs,), args.initial_log_std))
-            low, high = torch.tensor(action_space.low), torch.tensor(action_space.high)
-            self.register_buffer("action_center", (high + low) / 2)
-            self.register_buffer("action_scale", (high - low) / 2)
+        self.log_std = nn.Parameter(torch.full((act_dim,), args.initial_log_std))
+        low, high = torch.tensor(action_space.low), torch.tensor(action_space.high)
+        self.register_buffer("action_center", (high + low) / 2)
+        self.register_buffer("action_scale", (high - low) / 2)
 
     def forward(self, obs: Tensor) -> Tensor:
-        output = self.actor(self.normalizer(obs))
-        return output.argmax(-1) if self.discrete else self.to_env(output)
+        return self.to_env(self.actor(self.normalizer(obs)))
 
     def to_env(self, action: Tensor) -> Tensor:
-        if self.discrete:
-            return action
         return self.action_center + self.action_scale * action.clamp(-1, 1)
 
-    def policy(self, x: Tensor) -> Distribution:
+    def policy(self, x: Tensor) -> Independent:
         """π(·|s) for normalised observations x (..., obs_dim)."""
-        output = self.actor(x)
-        if self.discrete:
-            return Categorical(logits=output, validate_args=False)
-        normal = Normal(output, self.log_std.exp().expand_as(output), validate_args=False)
-        return Independent(normal, 1, validate_args=False)  # log π(a|s): the sum over dimensions
+        return gaussian(self.actor(x), self.log_std)
 
     def value(self, x: Tensor) -> Tensor:  # (..., obs_dim) -> (...)
         return self.critic(x).squeeze(-1)
+
+
+def gaussian(mean: Tensor, log_std: Tensor) -> Independent:
+    """N(μ, σ²), whose log π(a|s) is the sum over the dimensions of the action."""
+    std = log_std.exp().expand_as(mean)
+    return Independent(Normal(mean, std, validate_args=False), 1, validate_args=False)
 
 
 @torch.no_grad()
@@ -235,8 +205,7 @@ def ppo_loss(agent: Agent, batch: dict[str, Tensor], args: Args) -> tuple[Tensor
         "value": value_loss(agent.value(batch["obs"]), batch["returns"]),
         "entropy": policy.entropy().mean(),
     }
-    loss = losses["policy"] + args.value_coef * losses["value"]
-    loss = loss - args.entropy_coef * losses["entropy"]
+    loss = losses["policy"] + 0.5 * losses["value"]
     with torch.no_grad():
         ratio = log_ratio.exp()
         losses["approx_kl"] = (ratio - 1 - log_ratio).mean()  # Schulman's estimator, never < 0
@@ -268,13 +237,9 @@ def hamiltonian_term(agent: Agent, past: dict[str, Tensor], args: Args) -> Tenso
     std, mean = std_mean_over_learners(advantage.detach())
     weight = ((advantage.detach() - mean) / (std + 1e-8)).exp().clamp(max=3)
     weight = weight / mean_over_learners(weight.mean())
-    policy, variance = agent.policy(past["obs"]), 1.0
-    if not agent.discrete:  # the same Gaussian, of which only the mean learns
-        std = agent.log_std.detach().exp().expand_as(policy.mean)
-        normal = Normal(policy.mean, std, validate_args=False)
-        policy, variance = Independent(normal, 1, validate_args=False), std.square().mean()
+    policy = gaussian(agent.actor(past["obs"]), agent.log_std.detach())  # only the mean learns
     log_prob = policy.log_prob(past["action"]) + policy.entropy().detach()
-    likelihood = (weight * variance * log_prob.clamp(min=-20)).mean()
+    likelihood = (weight * policy.variance.mean() * log_prob.clamp(min=-20)).mean()
     return 0.05 * advantage.square().mean() - likelihood
 
 
@@ -300,31 +265,17 @@ def update(agent: Agent, optimizer, rollout, memory, loss_functions, args: Args)
             optimizer.zero_grad()
             loss.backward()
             average_gradients(agent)
-            norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
+            norm = nn.utils.clip_grad_norm_(agent.parameters(), 0.5)
             optimizer.step()
             logged.append({name: x.detach() for name, x in losses.items()} | {"grad_norm": norm})
-        if args.learning_rate_schedule == "adaptive":
-            adapt_learning_rate(optimizer, mean_over_learners(logged[-1]["approx_kl"]), args)
     agent.normalizer.update(rollout["obs"])  # last, so that all of the above saw one normaliser
-    unexplained = batch["advantage"].var(correction=0)  # R − V_old = Â
-    unexplained = unexplained / (batch["returns"].var(correction=0) + 1e-8)
-    losses = {name: torch.stack([x[name] for x in logged]).mean() for name in logged[0]}
-    return losses | {"explained_variance": 1 - unexplained}
-
-
-def adapt_learning_rate(optimizer, kl: Tensor, args: Args) -> None:
-    """After an epoch: a third less where the policy moved too far, half more where too little."""
-    group = optimizer.param_groups[0]
-    if kl > 2 * args.target_kl:
-        group["lr"] = max(group["lr"] / 1.5, 1e-6)
-    elif kl < args.target_kl / 2:
-        group["lr"] = min(group["lr"] * 1.5, 1e-2)
+    return {name: torch.stack([x[name] for x in logged]).mean() for name in logged[0]}
 
 
 def train(args: Args) -> Result:
     run = Run(args, __file__, LIMITS)
     args = run.args
-    workers = Workers(run, collect)
+    workers = Workers(run, collect, "bounded")
     agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
     optimizer = torch.optim.Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True)
     loss_functions = run.compile(ppo_loss, hamiltonian_term)
@@ -333,9 +284,7 @@ def train(args: Args) -> Result:
     step = run.start(agent=agent, optimizer=optimizer, workers=workers, memory=memory)
 
     while step < args.total_steps:
-        if args.learning_rate_schedule == "anneal":
-            left = 1 - step / args.total_steps
-            optimizer.param_groups[0]["lr"] = args.learning_rate * left
+        optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - step / args.total_steps)
         rollout = workers.collect()
         step += args.num_steps * args.num_envs * run.world_size
         losses = update(agent, optimizer, rollout, memory, loss_functions, args)

@@ -1,11 +1,10 @@
 """SAC with the Hamiltonian term (H-term): sac.py plus a policy gradient along K-step windows.
 
 Liu & Fang 2020 (NeurIPS workshop); Liu, Li, Wu, Wang 2023, "Stationary Deep RL with Quantum K-spin
-Hamiltonian Regularization" (ICLR workshop). A (state, action) is read as a spin, and the energy H
-is minus the expected K-step return. The actor of SAC sees single states through the critics;
-the H-term shows it what K actions in a row led to. Windows are K steps in a row from the newest
-part of the replay buffer; u is the action before tanh, b the policy that drew it, m_j is 1
-until an episode ends, V̄(s) = min_i Q̄_i(s, ã) − α log π(ã|s):
+Hamiltonian Regularization" (ICLR workshop). The energy H is minus the expected K-step return: where
+the actor of SAC sees single states, it learns from H what K actions in a row led to. Windows are K
+steps in a row from the newest part of the replay buffer, u is the action before tanh, b the policy
+that drew it, m_j is 1 until an episode ends, V̄(s) = min_i Q̄_i(s, ã) − α log π(ã|s):
 
     δ_j = r_j − α log π(a_j|s_j) + γ (1 − terminated_j) V̄(s_{j+1}) − V̄(s_j)
     w_j = min( 1, exp Σ_{i≤j} log π(a_i|s_i)/b(a_i|s_i) )
@@ -16,10 +15,9 @@ until an episode ends, V̄(s) = min_i Q̄_i(s, ã) − α log π(ã|s):
 
     python algos/sac_hterm.py --env Hopper
 
-What differs from sac.py: `collect` stores u and log b; `hamiltonian_term`; `update` adds its
-gradient. With λ = 0 the run is sac.py's, bit for bit. What differs from the paper: TD errors, not
-rewards; importance weights; recent windows, not the best episodes; no window past an episode's end;
-λ falls; the cap. No effect on the return is shown so far (benchmark/results/hterm).
+What differs from sac.py: `collect` stores u and log b; `hamiltonian_term`, its part of `update`.
+With λ = 0 the run is sac.py's, bit for bit. What differs from the paper: TD errors, importance
+weights, newest windows, λ falls, the cap. No effect is shown so far (benchmark/results/hterm).
 """
 
 import copy
@@ -33,11 +31,10 @@ from torch.distributions import Normal
 
 import vec_envs
 from algos.worker_learner import (
+    ReplayArgs,
     ReplayBuffer,
     Result,
     Run,
-    TransitionArgs,
-    UserError,
     Workers,
     average_gradients,
     mean_over_learners,
@@ -46,13 +43,11 @@ from algos.worker_learner import (
 
 
 @dataclass
-class Args(TransitionArgs):
+class Args(ReplayArgs):
     """SAC with the H-term on any environment with continuous actions."""
 
     env: str = "HalfCheetah"
     num_envs: int = 4
-    num_steps: int = 1
-    """steps of each environment between updates"""
     utd_ratio: float = 1.0
     """updates per transition collected"""
     batch_size: int = 256
@@ -78,9 +73,9 @@ class Args(TransitionArgs):
 
 
 LIMITS = {
-    **dict.fromkeys(("num_steps", "batch_size", "buffer_size", "hidden_size"), (1, None)),
-    **dict.fromkeys(("gamma", "tau"), (0, 1)),
+    **dict.fromkeys(("batch_size", "buffer_size", "hidden_size"), (1, None)),
     **dict.fromkeys(("hterm_length", "hterm_newest"), (1, None)),
+    **dict.fromkeys(("gamma", "tau"), (0, 1)),
 }
 
 # What differs by environment; a flag on the command line wins.
@@ -112,14 +107,11 @@ class Actor(nn.Module):
         return Normal(mean, log_std.clamp(-20, 2).exp(), validate_args=False)
 
     def sample(self, obs: Tensor) -> tuple[Tensor, Tensor]:
-        """a = tanh(u), u ~ N(μ(s), σ(s)²) -> a (B, act_dim), log π(a|s) (B,).
-
-        log π(a|s) = log N(u; μ, σ²) − Σ log(1 − tanh²u)
-        """
+        """a = tanh(u), u ~ N(μ(s), σ(s)²) -> a (B, act_dim), log π(a|s) (B,)."""
         normal = self.normal(obs)
         u = normal.rsample()
         slope = log_slope(u)
-        return u.tanh(), (normal.log_prob(u) - slope).sum(-1)
+        return u.tanh(), (normal.log_prob(u) - slope).sum(-1)  # log π(a|s) = log N(u) − log da/du
 
 
 def log_slope(u: Tensor) -> Tensor:
@@ -213,13 +205,6 @@ def temperature_loss(agent: Agent, log_prob: Tensor) -> Tensor:
     return -agent.log_temperature * (log_prob + agent.target_entropy).mean()
 
 
-def chain(log_ratio: Tensor, delta: Tensor, mask: Tensor, gamma: float) -> tuple[Tensor, Tensor]:
-    """g_i = Σ_{j≥i} γ^j m_j w_j δ_j, and w_j = min(1, exp Σ_{i≤j} log_ratio_i), both (K, L)."""
-    powers = gamma ** torch.arange(len(delta), device=delta.device, dtype=delta.dtype)
-    w = log_ratio.cumsum(0).exp().clamp(max=1)
-    return (powers.unsqueeze(1) * mask * w * delta).flip(0).cumsum(0).flip(0), w
-
-
 def hamiltonian_term(agent, target: Critics, windows: dict, args: Args) -> tuple[Tensor, Tensor]:
     """− (1/Σm) Σ m_i ĝ_i log π(a_i|s_i), and the effective sample size (Σw)²/Σw²."""
     mask, total = windows["mask"], mean_over_learners(windows["mask"].sum())
@@ -233,7 +218,9 @@ def hamiltonian_term(agent, target: Critics, windows: dict, args: Args) -> tuple
         value = torch.minimum(*target(states, action)) - temperature * state_log_prob
         reward = windows["reward"] - temperature * log_prob
         delta = reward + args.gamma * ~windows["terminated"] * value[1:] - value[:-1]
-        g, w = chain(log_prob - windows["log_prob"], delta, mask, args.gamma)
+        w = (log_prob - windows["log_prob"]).cumsum(0).exp().clamp(max=1)
+        powers = args.gamma ** torch.arange(len(mask), device=mask.device, dtype=mask.dtype)
+        g = (powers.unsqueeze(1) * mask * w * delta).flip(0).cumsum(0).flip(0)
         sum_g, sum_w = mean_over_learners(torch.stack(((mask * g).sum(), (mask * w).sum())))
         g = g - w * sum_g / sum_w.clamp(min=1e-8)  # E[w ∇log π] = 0, but for the truncation
         mean_square = mean_over_learners((mask * g.square()).sum()) / total
@@ -250,11 +237,11 @@ def soft_update(target: nn.Module, network: nn.Module, tau: float) -> None:
 
 
 def update(agent, target, optimizers, loss_functions, batch, windows, coef, args: Args):
-    """One step of critics, actor and temperature -> what to log, the TD errors (B,)."""
+    """One step of critics, actor and temperature -> what to log."""
     critic_optimizer, actor_optimizer = optimizers
     critic_loss, actor_loss, hamiltonian_term = loss_functions  # those above, perhaps compiled
 
-    q_loss, td_error = critic_loss(agent, target, batch, args)
+    q_loss, _ = critic_loss(agent, target, batch, args)
     critic_optimizer.zero_grad()
     q_loss.backward()
     average_gradients(agent.critics)
@@ -283,27 +270,22 @@ def update(agent, target, optimizers, loss_functions, batch, windows, coef, args
 
     soft_update(target, agent.critics, args.tau)
     temperature = agent.log_temperature.detach().exp()
-    return losses | {"entropy": -log_prob.mean(), "temperature": temperature}, td_error
+    return losses | {"entropy": -log_prob.mean(), "temperature": temperature}
 
 
 def train(args: Args) -> Result:
     run = Run(args, __file__, LIMITS)
     args = run.args
-    least = args.hterm_length * args.num_envs * run.world_size
-    if args.hterm_coef > 0 and least > min(args.buffer_size, args.warmup_steps, args.hterm_newest):
-        flags = "--buffer-size, --warmup-steps and --hterm-newest"
-        raise UserError(f"{flags} must be at least {least}, --hterm-length times --num-envs")
     workers = Workers(run, collect, "bounded", ahead=True)
     agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
     target = copy.deepcopy(agent.critics).requires_grad_(False)
-    critic_parameters = agent.critics.parameters()
+    critic_optimizer = torch.optim.Adam(agent.critics.parameters(), args.learning_rate, fused=True)
     actor_parameters = [*agent.actor.parameters(), agent.log_temperature]
-    critic_optimizer = torch.optim.Adam(critic_parameters, args.learning_rate, fused=True)
     actor_optimizer = torch.optim.Adam(actor_parameters, args.learning_rate, fused=True)
     optimizers = critic_optimizer, actor_optimizer
-    loss_functions = run.compile(critic_loss, actor_loss, hamiltonian_term)
+    functions = run.compile(critic_loss, actor_loss, hamiltonian_term)
     extra = {"raw_action": workers.action_space.shape, "log_prob": ()}
-    replay = ReplayBuffer(run, workers.start(agent, args.num_steps, **extra), args.buffer_size)
+    replay = ReplayBuffer(run, workers.start(agent, 1, **extra), args.buffer_size)
     step = run.start(
         agent=agent, target=target, critic_optimizer=critic_optimizer,
         actor_optimizer=actor_optimizer, workers=workers, replay=replay,
@@ -315,16 +297,13 @@ def train(args: Args) -> Result:
         agent.warm_up.fill_(step < args.warmup_steps)
         rollout = workers.collect()
         replay.add(rollout)
-        before, step = step, step + args.num_steps * args.num_envs * run.world_size
+        before, step = step, step + args.num_envs * run.world_size
         if step >= args.warmup_steps and len(replay) >= min(args.warmup_steps, args.buffer_size):
             coef = args.hterm_coef * (1 - before / args.total_steps)
             for _ in range(int(before * args.utd_ratio), int(step * args.utd_ratio)):
                 batch = replay.sample(args.batch_size)
                 windows = replay.windows(*window_shape, args.hterm_newest) if coef > 0 else None
-                losses, td_error = update(
-                    agent, target, optimizers, loss_functions, batch, windows, coef, args
-                )
-                replay.update_priorities(batch["index"], td_error)
+                losses = update(agent, target, optimizers, functions, batch, windows, coef, args)
 
         run.log_episodes(step, rollout)
         if step // args.log_every > before // args.log_every:

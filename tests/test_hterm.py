@@ -24,19 +24,15 @@ TINY = {
 }
 
 
-@pytest.mark.parametrize("schedule", ["anneal", "adaptive"])
-def test_lambda_zero_is_the_base_algorithm_bit_for_bit(schedule, tmp_path):
+def test_lambda_zero_is_the_base_algorithm_bit_for_bit(tmp_path):
     weights = []
     for script, options in ((ppo, {}), (ppo_hterm, {"hterm_coef": 0.0}), (ppo_hterm, {})):
-        if len(weights) == 2 and schedule == "adaptive":
-            continue
         run_dir = tmp_path / str(len(weights))
-        options |= {"learning_rate_schedule": schedule, "run_dir": str(run_dir)}
-        script.train(script.Args(**TINY, **options))
+        script.train(script.Args(**TINY, **options, run_dir=str(run_dir)))
         weights.append(torch.load(run_dir / "last.pt", weights_only=True)["agent"])
-    base, zero, *with_term = weights
+    base, zero, with_term = weights
     assert all(torch.equal(base[name], zero[name]) for name in base)
-    assert not any(all(torch.equal(base[name], x[name]) for name in base) for x in with_term)
+    assert not all(torch.equal(base[name], with_term[name]) for name in base)
 
 
 @pytest.mark.parametrize(
@@ -51,18 +47,20 @@ def test_the_learning_rate_falls(module, schedule, tmp_path, monkeypatch):
         return update(agent, optimizer, *inputs)
 
     monkeypatch.setattr(module, "update", spy)
-    options = TINY | {"total_steps": 1024, "target_kl": 1e-9, "run_dir": str(tmp_path)}
-    module.train(module.Args(**options, learning_rate_schedule=schedule))
+    options = TINY | {"total_steps": 1024, "run_dir": str(tmp_path)}
+    if module is ppo:
+        options |= {"target_kl": 1e-9, "learning_rate_schedule": schedule}
+    module.train(module.Args(**options))
     if schedule == "anneal":
         np.testing.assert_allclose(seen, 1 - np.arange(len(seen)) / len(seen), rtol=1e-6)
     else:
         assert seen[-1] < 0.5  # each epoch moves the policy too far for such a target
 
 
-def make_agent(action_space=BOX, **options):
+def make_agent(**options):
     torch.manual_seed(0)
     args = ppo_hterm.Args(**{"num_envs": 5, "num_steps": 4, "hidden_size": 8, **options})
-    return ppo_hterm.Agent(OBS, action_space, args), args
+    return ppo_hterm.Agent(OBS, BOX, args), args
 
 
 class FakeRun:
@@ -145,9 +143,9 @@ def test_what_is_remembered_is_of_all_rollouts_so_far():
     )
 
 
-def random_past(discrete=False, size=64):
+def random_past(size=64):
     past = {"obs": torch.randn(size, 3), "returns": torch.linspace(-1, 9, size)}
-    return past | {"action": torch.randint(3, (size,)) if discrete else torch.randn(size, 2)}
+    return past | {"action": torch.randn(size, 2)}
 
 
 def test_the_term_against_numpy():
@@ -189,23 +187,9 @@ def test_where_all_sigmas_are_alike_the_mean_learns_by_weighted_regression():
     torch.testing.assert_close([p.grad for p in agent.actor.parameters()], expected)
 
 
-def test_the_term_of_discrete_actions():
-    agent, args = make_agent(gymnasium.spaces.Discrete(3))
-    past = random_past(discrete=True)
-    probability = agent.actor(past["obs"]).softmax(-1).detach().double().numpy()
-    log_prob = np.log(probability[np.arange(64), past["action"]])
-    entropy = -(probability * np.log(probability)).sum(1)
-    advantage = past["returns"].numpy() - agent.value(past["obs"]).detach().numpy()
-    weight = np.exp((advantage - advantage.mean()) / advantage.std(ddof=1)).clip(max=3)
-    expected = -(weight / weight.mean() * (log_prob + entropy)).mean()
-    expected += 0.05 * (advantage**2).mean()
-    term = ppo_hterm.hamiltonian_term(agent, past, args)
-    np.testing.assert_allclose(term.item(), expected, rtol=1e-5, atol=1e-7)
-
-
 def test_an_update_is_one_step_along_the_sum_of_both_losses():
     """And the newest rollout is in the memory by then."""
-    options = {"epochs": 1, "minibatch_size": 20, "max_grad_norm": 1e9, "hterm_coef": 0.5}
+    options = {"epochs": 1, "minibatch_size": 20, "hterm_coef": 0.5}
     agent, args = make_agent(**options)
     rollout, given = random_rollout(args), {}
 
@@ -228,7 +212,10 @@ def test_an_update_is_one_step_along_the_sum_of_both_losses():
     added = ppo_hterm.hamiltonian_term(agent, given["past"], args)
     assert logged["hamiltonian"].item() == pytest.approx(added.item())
     added = torch.autograd.grad(added, list(agent.parameters()), materialize_grads=True)
-    torch.testing.assert_close(found, [x + 0.5 * y for x, y in zip(base, added, strict=True)])
+    both = [x + 0.5 * y for x, y in zip(base, added, strict=True)]
+    norm = torch.nn.utils.get_total_norm(both)
+    torch.testing.assert_close(logged["grad_norm"], norm)
+    torch.testing.assert_close(found, [x * (0.5 / norm).clamp(max=1) for x in both])
     assert len(given["past"]["obs"]) == 10  # half a minibatch
 
 
@@ -240,12 +227,10 @@ def test_the_smallest_minibatch_leaves_finite_weights(tmp_path):
 
 
 def test_settings_are_ppos_but_for_the_term():
-    """And on Hopper the learning rate is annealed, where ppo.py adapts it."""
-    for env, expected in ppo.TUNED.items():
-        tuned = dict(ppo_hterm.TUNED.get(env, {}))
-        coef = tuned.pop("hterm_coef", 0.5)
-        assert tuned == ({} if env == "Hopper" else expected), env
-        assert coef == (0.1 if env == "Ant" else 0.5), env
+    """Where it has any; on Hopper the learning rate is annealed, where ppo.py adapts it."""
+    assert "Hopper" not in ppo_hterm.TUNED
+    for env, tuned in ppo_hterm.TUNED.items():
+        assert tuned == ppo.TUNED[env] | ({"hterm_coef": 0.1} if env == "Ant" else {}), env
 
 
 def test_resume_is_bit_identical_with_a_full_memory(tmp_path, monkeypatch):

@@ -165,7 +165,10 @@ def test_windows(times, newest):
         for k in range(6):
             assert windows["mask"][k, b] == alive
             alive *= not done[k, b]
-    with pytest.raises(ValueError, match="15 steps"):
+    at_least_one = replay.windows(50, 6, 1)["obs"]  # however few are asked for
+    assert (at_least_one[0, :, 0] == stream.time - 6).all()
+    replay._run.fail = pytest.fail
+    with pytest.raises(pytest.fail.Exception, match="at least 45, for windows of 15 steps"):
         replay.windows(1, 15)
 
 

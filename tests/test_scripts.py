@@ -16,12 +16,12 @@ from algos.worker_learner import parse
 
 ALGOS = Path(__file__).parent.parent / "algos"
 SCRIPTS = ["a2c", "ppo", "ppo_hterm"]
-CONTINUOUS = ["ddpg", "td3", "sac", "redq", "mod_sac", "crossq"]
+CONTINUOUS = ["ddpg", "td3", "sac", "redq", "mod_sac", "crossq", "xqc"]
 CONTINUOUS += ["ddpg_hterm", "td3_hterm", "sac_hterm"]
 DISCRETE = ["pqn", "dqn", "d3qn", "sac_discrete"]  # a choice among a few actions
 MULTI_AGENT = ["mappo", "vdn", "qmix", "maddpg", "matd3"]
-RUNS = [(script, env) for script in SCRIPTS for env in ("CartPole", "Pendulum")]
-RUNS += [(script, "Pendulum") for script in CONTINUOUS]
+RUNS = [(script, "CartPole") for script in ("a2c", "ppo")]
+RUNS += [(script, "Pendulum") for script in (*SCRIPTS, *CONTINUOUS)]
 RUNS += [(script, "CartPole") for script in DISCRETE]
 RUNS += [(script, "Spread") for script in MULTI_AGENT]
 
@@ -29,7 +29,7 @@ RUNS += [(script, "Spread") for script in MULTI_AGENT]
 # other that both have must be the same text
 PAIRS = {
     ("a2c", "ppo"): (95, {"Args", "policy_loss", "prepare", "update", "train"}),
-    ("ppo", "ppo_hterm"): (65, {"Args", "update", "train"}),
+    ("ppo", "ppo_hterm"): (120, {"Args", "Agent", "ppo_loss", "update", "train"}),
     ("ppo", "mappo"): (
         182,
         {"Args", "Agent", "collect", "gae", "prepare", "policy_loss", "update", "train"},
@@ -56,7 +56,10 @@ PAIRS = {
         | {"update", "train"},
     ),
     ("ddpg", "ddpg_hterm"): (96, {"Args", "Agent", "collect", "update", "train"}),
-    ("td3", "td3_hterm"): (95, {"Args", "Agent", "collect", "update", "train"}),
+    ("td3", "td3_hterm"): (
+        100,
+        {"Args", "Agent", "collect", "critic_loss", "update", "train"},
+    ),
     ("sac", "sac_hterm"): (104, {"Args", "Actor", "Agent", "collect", "update", "train"}),
     ("ddpg_hterm", "td3_hterm"): (
         54,
@@ -93,7 +96,7 @@ def test_every_script_is_tested(lines):
 @pytest.mark.parametrize("script", ALL)
 def test_a_script_is_short_and_mostly_algorithm(script, lines):
     length, docstring, algorithm = lines.measure(ALGOS / f"{script}.py")
-    assert length <= (360 if "_hterm" in script else 300)  # which hold two algorithms
+    assert length <= (317 if script == "sac_hterm" else 300)  # it holds two algorithms
     assert docstring <= 25
     assert algorithm >= 0.5
 
