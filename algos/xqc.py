@@ -10,10 +10,10 @@ returns z_1 ... z_K: Q_i = Σ_k z_k p_ik. With p' those of the critic whose Q_i(
 
     python algos/xqc.py --env HalfCheetah
 
-What differs from crossq.py: `critic_loss`, `project`; cross-entropy has a bounded gradient. After
-`BatchNorm` only the direction of weights counts, which a step turns the less the larger they are:
-`normalize_weights` ends that, the learning rate alone decides, and is annealed to a tenth. σ is the
-standard deviation of the discounted return; z is from −5 to 5. Four hidden layers, without bias.
+What differs from crossq.py: `critic_loss`, `project`: cross-entropy has a bounded gradient. After
+`BatchNorm` only the direction of weights counts; `normalize_weights` keeps the angle of a step at
+what the learning rate sets, annealed to a tenth. Rewards are divided by σ, the standard deviation
+of the discounted return; z is −5 to 5. Four layers, no bias. α from 0.01, to entropy −dim(A)/2.
 What differs from the paper: no target networks, one update a step (2), critics 256 wide (512),
 γ = 0.99 (1 − 5/T for episodes of T steps), four environments.
 """
