@@ -77,27 +77,38 @@ def evolve(population: Population, args: Args) -> None:
     """All generations, each begun where an earlier process has not begun it."""
     generations = max(1, args.total_steps // population.period)
     population.expected = generations * args.agents
-    parents: list[tuple[Agent, bool]] = []
     for generation in range(1, generations + 1):
-        failed = [x for x in population.journal if x["event"] == "failed"]
-        known = {x["member"] for x in failed if x["generation"] == generation}
-        begun = (*population.agents.values(), *population.flights.values())
-        known |= {agent.member for agent in begun if agent.generation == generation}
-        for member in sorted(set(range(args.agents)) - known):
-            place = {"generation": generation, "member": member, "fuse": args.fuse}
-            if parents:
-                population.child(*parents[member], **place)
-            else:
-                population.fresh(args.algo, **place)
+        while missing := missing_members(population, generation, args.agents):
+            before = members_of(population, generation - 1, args.agents)
+            if generation > 1:
+                if not any(before):
+                    raise UserError(f"all agents of generation {generation - 1} are damaged")
+                parents = select(before, generation - 1, args)
+            for member in missing:
+                place = {"generation": generation, "member": member, "fuse": args.fuse}
+                if generation == 1:
+                    population.fresh(args.algo, **place)
+                else:
+                    population.child(*parents[member], **place)
+            while population.flights:
+                population.work()  # a damaged parent leaves members missing: they get another
         while population.flights:
             population.work()
         members = members_of(population, generation, args.agents)
         if not any(members):
-            why = population.journal[-1]["why"]
+            why = population.journal.lines[-1].get("why", "their parents are damaged")
             raise UserError(f"all agents of generation {generation} failed: {why}")
         if all(agent.step >= args.total_steps for agent in members if agent):
             break
-        parents = select(members, generation, args)
+
+
+def missing_members(population: Population, generation: int, count: int) -> list[int]:
+    """Who of a generation has neither been begun nor has failed."""
+    failed = [line for line in population.journal.lines if line["event"] == "failed"]
+    known = {line["member"] for line in failed if line["generation"] == generation}
+    begun = (*population.agents.values(), *population.flights.values())
+    known |= {agent.member for agent in begun if agent.generation == generation}
+    return sorted(set(range(count)) - known)
 
 
 def main(args: Args, words: list[str]) -> None:

@@ -67,7 +67,7 @@ def draw(candidates: list[Agent], args: Args, generator: random.Random) -> Agent
 
 def next_in_line(population: Population, args: Args) -> Agent | None:
     """The oldest agent that is not at its end, has no descendant and was not replaced."""
-    events = population.journal
+    events = population.journal.lines
     used = {line["id"] for line in events if line["event"] == "replaced"}
     used |= {agent.parent for agent in population.agents.values()}
     used |= {agent.parent for agent in population.flights.values()}
@@ -94,7 +94,7 @@ def generate(population: Population, args: Args) -> None:
         if other is None or not is_better(other, own):
             population.child(own, False)
         else:
-            population.note("replaced", id=own.id, by=other.id)
+            population.journal.note("replaced", id=own.id, by=other.id)
             population.child(other, True)
     else:
         other = draw(unfinished, args, generator)

@@ -96,9 +96,9 @@ def trainers(root: Path) -> list[int]:
 def assert_every_segment_counts_once(population: Population, count: int) -> None:
     folders = sorted((population.root / "agents").iterdir())
     found = {x.name: Agent(**json.loads((x / "agent.json").read_text())) for x in folders}
-    published = [x["id"] for x in population.journal if x["event"] == "published"]
+    published = [x["id"] for x in population.journal.lines if x["event"] == "published"]
     assert sorted(published) == sorted(found)
-    failed = [x for x in population.journal if x["event"] == "failed"]
+    failed = [x for x in population.journal.lines if x["event"] == "failed"]
     assert len(found) + len(failed) == count and not failed, failed
     for agent in found.values():
         before = found[agent.parent].score if agent.parent else 0.0
@@ -126,7 +126,7 @@ def test_half_of_the_nodes_go_and_come_back(cluster, population):
     cluster.remove_node(nodes[1], allow_graceful=False)
     advance(competing, args, lambda: competing.pool.slots() == 2, "the cluster's knowledge of it")
     advance(competing, args, lambda: len(competing.running) <= 2, "two of four stop")
-    stopped = {x["id"] for x in competing.journal if x["event"] == "stopped"}
+    stopped = {x["id"] for x in competing.journal.lines if x["event"] == "stopped"}
     add_node(cluster)
     advance(competing, args, lambda: competing.pool.slots() == 4, "the node")
     advance(competing, args, lambda: not competing.flights and competing.count == 14, "the end")

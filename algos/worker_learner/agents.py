@@ -1,12 +1,16 @@
-"""What an agent of a population is: its record, its run folder, the commands that make it."""
+"""What an agent of a population is: its record, its run folder, the commands; the journal."""
 
+import contextlib
+import dataclasses
 import importlib.util
 import json
 import math
+import os
 import shutil
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +25,7 @@ from algos.worker_learner.arguments import UserError, flag
 
 ALGOS = Path(__file__).parent.parent
 SCORE = 2**30  # first seed of the episodes that score an agent; training has seeds below 2²⁹
+MAY_DIFFER = {"root", "cluster", "cpus", "gpus", "replay"}  # when the same command goes on
 FRESH = 3 * 2**29  # first seed of those that score the winner again
 
 
@@ -87,6 +92,46 @@ class Agent:
 def is_better(one: Agent, other: Agent) -> bool:
     """Whether the gap between two scores is larger than the standard error of that gap."""
     return one.score - other.score > math.hypot(one.error, other.error)
+
+
+class Journal:
+    """journal.jsonl: what happened to a population. Raises OSError, UserError."""
+
+    def __init__(self, path: Path):
+        text = path.read_text() if path.exists() else ""
+        if text and not text.endswith("\n"):  # torn: nothing was done that it would say
+            text = text[: text.rfind("\n") + 1]
+            files.save(text, path)
+        try:
+            self.lines = [json.loads(line) for line in text.splitlines()]
+        except ValueError as error:
+            raise UserError(f"{path} is damaged ({error}); mend or remove that line") from None
+        self._file = open(path, "a")
+
+    def note(self, event: str, **facts: Any) -> None:
+        """Add a line, and wait until it is on the disk."""
+        line = {"time": time.time(), "event": event, **facts}
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self.lines.append(line)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # what a full disk has left in the buffer
+            self._file.close()
+
+
+def check_settings(root: Path, args: PopulationArgs, more: dict[str, Any]) -> None:
+    """settings.json, written once; UserError where a command that goes on has other flags."""
+    path = root / "settings.json"
+    now = {k: v for k, v in dataclasses.asdict(args).items() if k not in MAY_DIFFER} | more
+    if not path.exists():
+        return files.save(json.dumps(now, indent=2) + "\n", path)
+    before = json.loads(path.read_text())
+    for name in [name for name in now if before.get(name) != now[name]]:
+        what = "what follows --" if name == "words" else flag(name)
+        was = f"{before.get(name)} when {root} began and is now {now[name]}"
+        raise UserError(f"{what} was {was}; keep it, or name another --root")
 
 
 # Changing run folders.
@@ -216,6 +261,19 @@ def commit() -> str:
         return subprocess.run(command, capture_output=True, text=True).stdout.strip()
     except OSError:
         return ""
+
+
+def last_line(folder: Path) -> str:
+    """Of the log that was written last."""
+    logs = sorted(folder.glob("*.log"), key=os.path.getmtime)
+    lines = logs[-1].read_text(errors="replace").strip().splitlines() if logs else []
+    return lines[-1][-300:] if lines else ""
+
+
+def sync(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    os.fsync(handle)
+    os.close(handle)
 
 
 # Scripts and the command line.

@@ -1,16 +1,19 @@
-"""What people see of a population: a table in the terminal, lineage.csv, descent.png."""
+"""What people see of a population: a table in the terminal, lineage.csv, descent.png, best/."""
 
 import contextlib
 import csv
 import dataclasses
 import io
 import json
+import os
+import shutil
 import time
 from pathlib import Path
 from typing import Any
 
 from algos.worker_learner import files
-from algos.worker_learner.agents import Agent
+from algos.worker_learner.agents import ALGOS, Agent
+from algos.worker_learner.arguments import command_line
 
 SHOWN = 12  # agents in the table
 COLUMNS = ("id", "parent", "script", "flags", "seed", "score", "error", "episodes", "step")
@@ -33,7 +36,7 @@ def table(population: Any) -> str:
             until = population.flights[name].pause_at
             lines.append(f"{name:>6} part {part} to step {until} on {host}")
     waiting = len(population.parts()) - len(population.running)
-    failed = sum(line["event"] == "failed" for line in population.journal)
+    failed = sum(line["event"] == "failed" for line in population.journal.lines)
     seconds = max(1e-9, now - population.began)
     left, done = "", population.count - len(population.flights)
     if done and population.expected:
@@ -78,6 +81,25 @@ def plot_descent(population: Any, title: str) -> None:
     figure.axes[0].set_ylabel("score: mean return ± standard error")
     figure.suptitle(f"{title}; in orange the descent of the best")
     figure.savefig(population.root / "descent.png", dpi=110)
+
+
+def copy_best(population: Any, agent: Agent) -> None:
+    """best/: the policy of an agent as best.pt, which play.py takes."""
+    folder, best = population.root / "agents" / agent.id, population.root / "best"
+    for source, target in (("last.pt", "best.pt"), ("args.json",) * 2, ("agent.json",) * 2):
+        shutil.copyfile(folder / source, best / f"{target}.tmp")
+        os.replace(best / f"{target}.tmp", best / target)
+
+
+def summary(population: Any, winner: Agent, again: dict[str, Any]) -> str:
+    """The winner's score, and its score on fresh episodes."""
+    before = f"{winner.score:.1f} ± {winner.error:.1f} over {winner.episodes} episodes"
+    after = f"{again['score']:.1f} ± {again['error']:.1f} on {again['episodes']} fresh ones"
+    play = command_line(os.path.relpath(ALGOS / "play.py"), str(population.root / "best"))
+    return (
+        f"\nBest: agent {winner.id}, {before}; {after}, which had no part in its selection.\n"
+        f"Watch or film it: {play}"
+    )
 
 
 def _duration(seconds: float) -> str:

@@ -31,29 +31,31 @@ from typing import Any
 
 from algos.worker_learner import files, leaderboard, segments
 from algos.worker_learner.agents import (
-    ALGOS,
     FRESH,
     LIMITS,
     SCORE,
     Agent,
+    Journal,
     PopulationArgs,
+    check_settings,
     commit,
     descend,
     first_flags,
     fuse,
     hyperparameters,
+    last_line,
     load_script,
     read_score,
     scaled,
     scoring,
     script_path,
+    sync,
 )
-from algos.worker_learner.arguments import UserError, check_args, command_line, flag, tell, warn
+from algos.worker_learner.arguments import UserError, check_args, flag, tell, warn
 
 OURS = "--env", "--total-steps", "--seed", "--run-dir", "--resume", "--pause-at"
 KILLED = -signal.SIGKILL, 128 + signal.SIGKILL, -signal.SIGTERM, 128 + signal.SIGTERM
 MAX_RESTARTS = 3  # of a segment that was killed
-MAY_DIFFER = {"root", "cluster", "cpus", "gpus", "replay"}  # when the same command goes on
 
 
 class Population:
@@ -78,14 +80,14 @@ class Population:
             for name in ("agents", "flight", "best", "failed"):
                 (self.root / name).mkdir(parents=True, exist_ok=True)
             self._lock()
-            self._check_settings()
-            self.journal = self._open_journal()
+            check_settings(self.root, args, {"algos": algos, "words": words})
+            self.journal = Journal(self.root / "journal.jsonl")
             self._read()
         except OSError as error:
             raise self.cannot_write(error) from None
-        names = {*self.agents, *self.flights, *(line.get("id", "") for line in self.journal)}
+        names = {*self.agents, *self.flights, *(line.get("id", "") for line in self.journal.lines)}
         self.count = max((int(name) + 1 for name in names if name), default=0)  # segments begun
-        self.began = self.journal[0]["time"] if self.journal else time.time()
+        self.began = self.journal.lines[0]["time"] if self.journal.lines else time.time()
         self.commit = commit()
         self.running: list[tuple[str, str]] = []  # (agent, part): "0" ... of its runs, or "score"
         self._done: dict[str, set[str]] = {}
@@ -104,47 +106,14 @@ class Population:
         except UserError:
             raise UserError(f"--root {self.root}: another process works in it") from None
 
-    def _check_settings(self) -> None:
-        path = self.root / "settings.json"
-        now = {k: v for k, v in dataclasses.asdict(self.args).items() if k not in MAY_DIFFER}
-        now |= {"algos": self.algos, "words": self.words}
-        if path.exists():
-            before = json.loads(path.read_text())
-            for name in [name for name in now if before.get(name) != now[name]]:
-                what = "what follows --" if name == "words" else flag(name)
-                was = f"{before.get(name)} when {self.root} began and is now {now[name]}"
-                raise UserError(f"{what} was {was}; keep it, or name another --root")
-        else:
-            files.save(json.dumps(now, indent=2) + "\n", path)
-
-    def _open_journal(self) -> list[dict]:
-        path = self.root / "journal.jsonl"
-        text = path.read_text() if path.exists() else ""
-        if not text.endswith("\n") and text:  # torn: nothing was done that it would say
-            text = text[: text.rfind("\n") + 1]
-            files.save(text, path)
-        self._journal_file = open(path, "a")
-        try:
-            return [json.loads(line) for line in text.splitlines()]
-        except ValueError as error:
-            raise UserError(f"{path} is damaged ({error}); mend or remove that line") from None
-
-    def note(self, event: str, **facts: Any) -> None:
-        """Add a line to the journal, and wait until it is on the disk."""
-        line = {"time": time.time(), "event": event, **facts}
-        self._journal_file.write(json.dumps(line) + "\n")
-        self._journal_file.flush()
-        os.fsync(self._journal_file.fileno())
-        self.journal.append(line)
-
     def cannot_write(self, error: OSError) -> UserError:
         why = error.strerror or error
         return UserError(f"--root {self.root}: {why}; the same command goes on when that is mended")
 
     def _read(self) -> None:
         """What agents/ and flight/ hold; what a killed driver left half done is finished."""
-        corrupt = {line["id"] for line in self.journal if line["event"] == "corrupt"}
-        published = {line["id"] for line in self.journal if line["event"] == "published"}
+        corrupt = {line["id"] for line in self.journal.lines if line["event"] == "corrupt"}
+        published = {line["id"] for line in self.journal.lines if line["event"] == "published"}
         for folder in sorted((self.root / "agents").iterdir()):
             try:
                 agent = Agent(**json.loads((folder / "agent.json").read_text()))
@@ -155,8 +124,10 @@ class Population:
             if agent.id not in corrupt:
                 self.agents[agent.id] = agent
                 if agent.id not in published:
-                    self.note("published", id=agent.id, score=agent.score, error=agent.error)
-        ended = {line["id"] for line in self.journal if line["event"] == "failed"}
+                    facts = {"score": agent.score, "error": agent.error}
+                    self.journal.note("published", id=agent.id, **facts)
+        gone = "failed", "orphaned"
+        ended = {line["id"] for line in self.journal.lines if line["event"] in gone}
         for path in sorted((self.root / "flight").glob("*.json")):
             agent = Agent(**json.loads(path.read_text()))
             if agent.id in ended or (self.root / "agents" / agent.id).exists():
@@ -170,7 +141,7 @@ class Population:
     def _corrupt(self, name: str, why: str) -> None:
         warn(f"{self.root / 'agents' / name} is damaged ({why}); it is left out.")
         self.agents.pop(name, None)
-        self.note("corrupt", id=name, why=str(why))
+        self.journal.note("corrupt", id=name, why=str(why))
 
     # Agents: new ones, their segments, their end.
 
@@ -220,7 +191,7 @@ class Population:
             weakest = max(self.running, key=order.index)
             self.pool.stop("/".join(weakest))
             self.running.remove(weakest)
-            self.note("stopped", id=weakest[0], part=weakest[1])
+            self.journal.note("stopped", id=weakest[0], part=weakest[1])
         for part in order:
             if len(self.running) < slots and part not in self.running and part[0] in self.flights:
                 self._start(*part)
@@ -255,17 +226,26 @@ class Population:
             if not agent.parent:
                 words += [*first_flags(self.args), "--seed", str(seed), *self.words]
                 words += [word for k, x in agent.flags.items() for word in (flag(k), str(x))]
-            elif not run.exists():
-                try:
-                    descend(self.root / "agents" / agent.parent, run, agent.flags, seed)
-                except (ValueError, FileNotFoundError, KeyError) as error:
-                    self._corrupt(agent.parent, str(error))
-                    return self._fail(name, f"its parent {agent.parent} is damaged")
+            elif not run.exists() and not self._descend(agent, run, seed):
+                return
             commands = [(words, str(folder / f"run{part}.out"))]
             if agent.fuse == 1:
                 commands.append(scoring(agent, run, folder, SCORE, self.args.eval_episodes))
         self.pool.start(f"{name}/{part}", commands)
         self.running.append((name, part))
+
+    def _descend(self, agent: Agent, run: Path, seed: int) -> bool:
+        """False where the parent is damaged: then this agent is not to be."""
+        if agent.parent in self.agents:
+            try:
+                descend(self.root / "agents" / agent.parent, run, agent.flags, seed)
+                return True
+            except (ValueError, FileNotFoundError, KeyError) as error:
+                self._corrupt(agent.parent, str(error))
+        self._stop_parts(agent.id)
+        self.journal.note("orphaned", id=agent.id, parent=agent.parent)
+        self._leave(agent.id)
+        return False
 
     def _ended(self, name: str, part: str, status: int) -> None:
         if (name, part) not in self.running:  # another run of the same agent has failed just now
@@ -275,9 +255,9 @@ class Population:
         if status in KILLED:
             self._restarts[name] = self._restarts.get(name, 0) + 1
             if self._restarts[name] <= MAX_RESTARTS:
-                return self.note("killed", id=name, part=part)  # `work` starts it again
+                return self.journal.note("killed", id=name, part=part)  # `work` starts it again
         if status not in segments.GOOD:
-            return self._fail(name, f"exit status {status}: {_last_line(folder)}")
+            return self._fail(name, f"exit status {status}: {last_line(folder)}")
         self._done.setdefault(name, set()).add(part)
         if agent.fuse > 1 and part != "score":
             if len(self._done[name]) == agent.fuse:
@@ -293,29 +273,32 @@ class Population:
         (run / "checkpoint.prev.pt").unlink(missing_ok=True)
         files.save(json.dumps(dataclasses.asdict(agent), indent=2) + "\n", run / "agent.json")
         os.rename(run, self.root / "agents" / agent.id)
-        _sync(self.root / "agents")
-        self.note("published", id=agent.id, score=agent.score, error=agent.error)
+        sync(self.root / "agents")
+        self.journal.note("published", id=agent.id, score=agent.score, error=agent.error)
         self.agents[agent.id] = agent
         self._leave(agent.id)
         if agent is self.best():
-            self._copy_best(agent)
+            leaderboard.copy_best(self, agent)
 
     def _fail(self, name: str, why: str) -> None:
         """Journalled, never ranked. UserError where nothing but failures has come so far."""
         agent, folder = self.flights[name], self.root / "flight" / name
-        for part in [part for part in self.running if part[0] == name]:
-            self.pool.stop("/".join(part))
-            self.running.remove(part)
+        self._stop_parts(name)
         for log in folder.glob("*.log"):
             if os.strerror(errno.ENOSPC) in log.read_text(errors="replace"):  # not its own fault
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.replace(log, self.root / "failed" / f"{name}.{log.name}")
         facts = {"generation": agent.generation, "member": agent.member, "flags": agent.flags}
-        self.note("failed", id=name, parent=agent.parent, why=why, **facts)
+        self.journal.note("failed", id=name, parent=agent.parent, why=why, **facts)
         self._leave(name)
         self._failed_at_first.append(why)
         if not self.agents and len(self._failed_at_first) >= 3:
             raise UserError(f"the first three segments failed, see {self.root}/failed: {why}")
+
+    def _stop_parts(self, name: str) -> None:
+        for part in [part for part in self.running if part[0] == name]:
+            self.pool.stop("/".join(part))
+            self.running.remove(part)
 
     def _leave(self, name: str) -> None:
         (self.root / "flight" / f"{name}.json").unlink()
@@ -336,12 +319,6 @@ class Population:
             chain.insert(0, self.agents[chain[0].parent])
         return chain
 
-    def _copy_best(self, agent: Agent) -> None:
-        folder, best = self.root / "agents" / agent.id, self.root / "best"
-        for source, target in (("last.pt", "best.pt"), ("args.json",) * 2, ("agent.json",) * 2):
-            shutil.copyfile(folder / source, best / f"{target}.tmp")
-            os.replace(best / f"{target}.tmp", best / target)
-
     def show(self, now: bool = False) -> None:
         """The leaderboard, at most once a second on a terminal and once a minute elsewhere."""
         clock, tty = time.time(), sys.stdout.isatty()
@@ -357,7 +334,7 @@ class Population:
         winner = self.best()
         if winner is None:
             raise UserError(f"{self.root}: no agent was published; see {self.root / 'failed'}")
-        again = [x for x in self.journal if x["event"] == "rescored" and x["id"] == winner.id]
+        again = [x for x in self.journal.lines if x["event"] == "rescored" and x["id"] == winner.id]
         if not again:
             folder = self.root / "flight" / "again"
             folder.mkdir(exist_ok=True)
@@ -368,25 +345,18 @@ class Population:
             facts = None if ended["again"] else read_score(folder / "score.json")
             if facts is None:
                 raise UserError(f"{run} could not be scored again; the same command tries it again")
-            self.note("rescored", id=winner.id, **facts)
+            self.journal.note("rescored", id=winner.id, **facts)
             again = [facts]
-        self._copy_best(winner)
+        leaderboard.copy_best(self, winner)
         self.show(now=True)
         title = f"{self.program} on {self.args.env}"
         files.quietly("descent.png", leaderboard.plot_descent, self, title)
-        before = f"{winner.score:.1f} ± {winner.error:.1f} over {winner.episodes} episodes"
-        after = f"{again[-1]['score']:.1f} ± {again[-1]['error']:.1f}"
-        play = command_line(os.path.relpath(ALGOS / "play.py"), str(self.root / "best"))
-        tell(
-            f"\nBest: agent {winner.id}, {before}; on {again[-1]['episodes']} fresh ones, which "
-            f"had no part in its selection, {after}.\nWatch or film it: {play}"
-        )
+        tell(leaderboard.summary(self, winner, again[-1]))
         return winner
 
     def close(self, gently: bool = False) -> None:
         self.pool.close(gently)
-        with contextlib.suppress(OSError):  # what a full disk has left in the buffer
-            self._journal_file.close()
+        self.journal.close()
         files.unlock(self.root)
 
 
@@ -427,16 +397,3 @@ def ending(population: Population) -> Iterator[None]:
             raise population.cannot_write(error) from None
         raise
     population.close()
-
-
-def _last_line(folder: Path) -> str:
-    """Of the log that was written last."""
-    logs = sorted(folder.glob("*.log"), key=os.path.getmtime)
-    lines = logs[-1].read_text(errors="replace").strip().splitlines() if logs else []
-    return lines[-1][-300:] if lines else ""
-
-
-def _sync(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    os.fsync(handle)
-    os.close(handle)
