@@ -353,8 +353,10 @@ def test_files_of_all_kinds_are_the_same_market(tmp_path):
     [
         ("actions=both", "actions is 'both', allowed is shares or weights"),
         ("split=future", "split is 'future'"),
-        ("fee=1.5", "fee is 1.5, allowed is from 0 to below 1"),
-        ("steps=0", "steps is 0, allowed is at least 1"),
+        ("fee=1.5", "fee is 1.5, allowed are floats from 0 to 0.99"),
+        ("fee=high", "fee is high, allowed are floats"),
+        ("steps=0", "steps is 0, allowed are ints from 1"),
+        ("steps=2.5", "steps is 2.5, allowed are ints from 1"),
         ("steps=100000", "train has"),
         ("test=2016-01-01", "test=2016-01-01"),
         ("test=soon", "test is 'soon', not a date"),

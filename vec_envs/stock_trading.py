@@ -120,15 +120,19 @@ class StockTrading(VecEnv):
             if value not in allowed:
                 choice = " or ".join(map(str, allowed))
                 raise ValueError(f"StockTrading: {key} is {value!r}, allowed is {choice}")
-        for key, value, good, allowed in (
-            ("fee", fee, 0 <= fee < 1, "from 0 to below 1"),
-            ("capital", capital, 0 < capital < np.inf, "above 0"),
-            ("steps", steps, steps >= 1, "at least 1"),
-            ("max_shares", max_shares, max_shares >= 0, "at least 0"),
-            ("max_turbulence", max_turbulence, max_turbulence >= 0, "at least 0"),
+        for key, value, low, high in (
+            ("fee", fee, 0.0, 0.99),
+            ("capital", capital, 1.0, 1e15),
+            ("steps", steps, 1, 10**9),
+            ("max_shares", max_shares, 0, 10**12),
+            ("max_turbulence", max_turbulence, 0.0, 1e9),
+            ("market_seed", market_seed, 0, 2**31 - 1),
         ):
-            if not good:
-                raise ValueError(f"StockTrading: {key} is {value}, allowed is {allowed}")
+            if not isinstance(value, int | type(low)) or not low <= value <= high:
+                raise ValueError(
+                    f"StockTrading: {key} is {value}, allowed are {type(low).__name__}s "
+                    f"from {low:g} to {high:g}"
+                )
         market = load_market(str(data), market_seed)
         first, last = rows_of(market, split, str(validation), str(test), str(end))
         window = min(steps, last - first) if split == "train" else last - first
