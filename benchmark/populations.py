@@ -73,7 +73,8 @@ def command(options: Options, env: str, method: str, seed: int, root: Path) -> l
     words = [sys.executable, str(ROOT / "algos" / f"{program}.py"), "--root", str(root), *more]
     words += ["--env", env, "--seed", str(seed), "--agents", str(agents)]
     words += ["--total-steps", str(steps), "--period", str(period)]
-    return [*words, "--", "--compile", "none"]  # each segment would compile anew
+    # each segment would compile anew; narrow networks are fastest with one thread
+    return [*words, "--", "--compile", "none", "--torch-threads", "1"]
 
 
 def run(options: Options, env: str, method: str, seed: int) -> dict:

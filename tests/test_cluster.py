@@ -4,7 +4,6 @@ Needs Ray (pip install -e ".[cluster]"); each scenario takes about a minute.
 """
 
 import json
-import os
 import shutil
 import sys
 import time
@@ -120,7 +119,7 @@ def test_a_node_that_is_killed_loses_no_segment(cluster, population):
 
 def test_half_of_the_nodes_go_and_come_back(cluster, population):
     nodes = [add_node(cluster), add_node(cluster)]
-    competing, args = population(14, 3.0)
+    competing, args = population(12, 5.0)
     advance(competing, args, lambda: len(competing.agents) >= 4, "the first agents")
     advance(competing, args, lambda: len(competing.running) == 4, "four in training")
     cluster.remove_node(nodes[1], allow_graceful=False)
@@ -129,7 +128,6 @@ def test_half_of_the_nodes_go_and_come_back(cluster, population):
     stopped = {x["id"] for x in competing.journal.lines if x["event"] == "stopped"}
     add_node(cluster)
     advance(competing, args, lambda: competing.pool.slots() == 4, "the node")
-    advance(competing, args, lambda: not competing.flights and competing.count == 14, "the end")
-    assert stopped <= competing.agents.keys()
-    assert_every_segment_counts_once(competing, 14)
-    assert os.path.exists(competing.root / "agents")
+    advance(competing, args, lambda: not competing.flights and competing.count == 12, "the end")
+    assert stopped and stopped <= competing.agents.keys()
+    assert_every_segment_counts_once(competing, 12)
