@@ -138,7 +138,8 @@ class Agent(nn.Module):
 
     def policy(self, obs: Tensor) -> Normal:
         """N(μ(s), σ²), which explores."""
-        return Normal(self.actor(obs), self.exploration_noise, validate_args=False)
+        mean = self.actor(obs)
+        return Normal(mean, torch.full_like(mean, self.exploration_noise), validate_args=False)
 
     def to_env(self, action: Tensor) -> Tensor:
         return self.action_center + self.action_scale * action
@@ -194,8 +195,7 @@ def hamiltonian_term(agent, target: Agent, windows: dict, args: Args) -> tuple[T
         states = torch.cat((windows["obs"][:1], windows["next_obs"]))  # (K + 1, L, obs_dim)
         value = torch.minimum(*target.critics(states, target.actor(states)))
         delta = windows["reward"] + args.gamma * ~windows["terminated"] * value[1:] - value[:-1]
-        log_ratio = policy.log_prob(u).sum(-1) - windows["log_prob"]
-        w = log_ratio.cumsum(0).exp().clamp(max=1)
+        w = (policy.log_prob(u).sum(-1) - windows["log_prob"]).cumsum(0).exp().clamp(max=1)
         powers = args.gamma ** torch.arange(len(mask), device=mask.device, dtype=mask.dtype)
         g = (powers.unsqueeze(1) * mask * w * delta).flip(0).cumsum(0).flip(0)
         mean_square = mean_over_learners((mask * g.square()).sum()) / total

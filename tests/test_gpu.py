@@ -18,9 +18,10 @@ from tests.test_classic import Watch
 from tests.test_scripts import RUNS
 from vec_envs.core import Elsewhere
 
-SMALL = {"total_steps": 320, "num_envs": 4, "num_steps": 16, "hidden_size": 8, "warmup_steps": 64}
+SMALL = {"total_steps": 192, "num_envs": 4, "num_steps": 16, "hidden_size": 8, "warmup_steps": 64}
 SMALL |= {"batch_size": 8, "minibatch_size": 32, "buffer_size": 256, "updates": 2, "epochs": 2}
-SMALL |= {"log_every": 64, "prioritized": True, "n_step": 2}
+SMALL |= {"log_every": 64, "prioritized": True, "n_step": 2, "utd_ratio": 0.25}
+SMALL |= {"critic_hidden_size": 8}
 
 
 class NoEvaluator:

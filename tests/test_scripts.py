@@ -4,6 +4,7 @@ import ast
 import importlib.util
 import os
 import re
+import runpy
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -155,32 +156,34 @@ def run(command: list) -> subprocess.CompletedProcess:
 
 @pytest.fixture(scope="module")
 def results(request, tmp_path_factory):
-    """What each script of the two tests below said, by its test's name; several run at a time."""
+    """What each script of `test_short_run` said, by the test's name; several run at a time."""
     with ThreadPoolExecutor(3) as pool:
         futures = {}
         for item in request.session.items:
-            if getattr(item, "originalname", "") in ("test_help", "test_short_run"):
-                script, env = (item.callspec.params.get(name) for name in ("script", "env"))
-                command, folder = [sys.executable, ALGOS / f"{script}.py"], None
-                if env is None:
-                    command += ["--help"]
-                else:
-                    folder = tmp_path_factory.mktemp(script) / "run"
-                    command += ["--env", env, "--num-envs", "4", "--num-steps", "16"]
-                    command += ["--total-steps", "500", "--run-dir", folder]
-                    if script in (*CONTINUOUS, *DISCRETE[1:], "maddpg", "matd3"):
-                        command += ["--warmup-steps", "400", "--log-every", "64"]
-                    elif script in ("vdn", "qmix"):
-                        command += ["--log-every", "64"]
+            if getattr(item, "originalname", "") == "test_short_run":
+                script, env = (item.callspec.params[name] for name in ("script", "env"))
+                folder = tmp_path_factory.mktemp(script) / "run"
+                command = [sys.executable, ALGOS / f"{script}.py", "--env", env]
+                command += ["--num-envs", "4", "--total-steps", "500", "--run-dir", folder]
+                if "_hterm" not in script or script in SCRIPTS:
+                    command += ["--num-steps", "16"]
+                if script in (*CONTINUOUS, *DISCRETE[1:], "maddpg", "matd3"):
+                    command += ["--warmup-steps", "400", "--log-every", "64"]
+                elif script in ("vdn", "qmix"):
+                    command += ["--log-every", "64"]
                 futures[item.name] = folder, pool.submit(run, command)
         return {name: (folder, future.result()) for name, (folder, future) in futures.items()}
 
 
 @pytest.mark.parametrize("script", [*ALL, "play"])
-def test_help(script, results, request):
-    _, done = results[request.node.name]
-    assert done.returncode == 0, done.stderr
-    assert "usage" in done.stdout
+def test_help(script, capsys, monkeypatch):
+    """Each as `python algos/...` runs it, but in this process: torch is imported once."""
+    monkeypatch.setattr(sys, "argv", [f"algos/{script}.py", "--help"])
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(ALGOS / f"{script}.py"), run_name="__main__")
+    assert end.value.code in (0, None)
+    assert "usage" in capsys.readouterr().out
 
 
 def test_help_that_nobody_reads():
@@ -198,7 +201,7 @@ def test_help_that_nobody_reads():
 def test_short_run(script, env, results, request):
     folder, done = results[request.node.name]
     assert done.returncode == 0, done.stderr
-    assert "Done: 512 steps" in done.stdout
+    assert re.search("Done: 5(00|12) steps", done.stdout)
     assert "losses/" in (folder / "metrics.csv").read_text()
     for name in ("args.json", "metrics.csv", "checkpoint.pt", "best.pt", "last.pt"):
         assert (folder / name).exists(), name
