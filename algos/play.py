@@ -1,7 +1,7 @@
 """Score, watch, film or export a trained policy: the best one of a run, or the last.
 
     python algos/play.py RUN_DIR                        ten deterministic episodes, every return
-    python algos/play.py RUN_DIR --video ant.mp4        one episode on film, .mp4 or .gif
+    python algos/play.py RUN_DIR --video ant.mp4        ten seconds on film, .mp4 or .gif
     python algos/play.py RUN_DIR --show                 in a window
     python algos/play.py RUN_DIR --export policy.pt2    for programs that have torch, but not this
     python algos/play.py RUN1 RUN2 RUN3                 several policies as one, for all of this
@@ -33,8 +33,9 @@ from algos.worker_learner.arguments import UserError, check_args, say_in_one_sen
 from algos.worker_learner.files import load_checked
 from algos.worker_learner.workers import LONGEST_EVALUATION, compare_returns, score
 
-FASTEST_FILM = {".mp4": 50, ".gif": 25}  # pictures a second; a Hopper steps 125 times a second
-LONGEST_FILM = 60  # seconds, for environments whose episodes need not end
+FASTEST_FILM = {".mp4": 50, ".gif": 20}  # pictures a second; a Hopper steps 125 times a second
+WIDTH = {".mp4": 640, ".gif": 320}  # of a picture, at most
+FILMED = 3  # episodes, of which the best one is filmed
 TRY_GL = "import mujoco; mujoco.Renderer(mujoco.MjModel.from_xml_string('<mujoco/>'), 8, 8).close()"
 
 
@@ -57,14 +58,20 @@ class Args:
     json: bool = False
     """print the scores as one JSON object and nothing else"""
     video: str = ""
-    """film one episode into this .mp4 or .gif file (.png: its end; StockTrading: its assets)"""
+    """film the best of three episodes into this .mp4 or .gif file (.png: the end of one;
+    StockTrading: its assets)"""
+    seconds: float = 10.0
+    """of the film, at most"""
+    width: int = 0
+    """of its pictures (0: at most 320 in a .gif, 640 in an .mp4)"""
     show: bool = False
     """play in a window"""
     export: str = ""
     """write the policy to this .pt2 file by torch.export"""
 
 
-LIMITS = {"episodes": (1, 10_000), "seed": (0, 2**31 - 1)}
+LIMITS = {"episodes": (1, 10_000), "seed": (0, 2**31 - 1), "seconds": (0.1, 3600)}
+LIMITS["width"] = (0, 4096)
 
 
 class Ensemble(nn.Module):
@@ -112,7 +119,8 @@ def load(args: Args) -> dict[str, Any]:
 
 def make(saved: dict, num_envs: int, seed: int, draws: bool = False) -> tuple[nn.Module, Any]:
     """The agent, made with its run's own arguments, and its environment, both on the CPU."""
-    name, draws = saved["args"]["env"], {"render_mode": "rgb_array"} if draws else {}
+    name = vec_envs.for_evaluation(saved["args"]["env"])
+    draws = {"render_mode": "rgb_array"} if draws else {}
     try:  # Gymnasium wants to know beforehand; a `VecEnv` can be drawn or cannot
         options = {} if vec_envs.vec_env_class(name) else draws
         env = vec_envs.make(name, num_envs, "cpu", seed, **options)
@@ -207,19 +215,36 @@ def film(args: Args, saved: dict) -> None:
     agent, env = make(saved, 1, args.seed, draws=True)
     if kind == ".png":
         return still(args, agent, env)
+    from PIL import Image
+    from tqdm import trange
+
+    scores = {seed: score(agent, env, seed) for seed in range(args.seed, args.seed + FILMED)}
+    best = max(scores, key=lambda seed: scores[seed][0])
     every = math.ceil(1 / (seconds_per_step(env) * FASTEST_FILM[kind]))  # steps a picture
-    seconds, count = every * seconds_per_step(env), 0
+    seconds = every * seconds_per_step(env)
+    count = math.ceil(min(scores[best][2] / every, args.seconds / seconds))
+    width = args.width or WIDTH[kind]
+    if hasattr(env, "painter"):  # to draw small pictures is faster than to shrink large ones
+        env.painter.size = round(width * 0.75), width
     if kind == ".mp4":
         how = {"fps": 1 / seconds, "macro_block_size": 2}  # even sizes
     else:
         how = {"duration": 1000 * seconds, "loop": 0}  # for ever
+    obs, _ = env.reset(seed=best)
     with imageio.get_writer(args.video, mode="I", **how) as writer:
-        for step, _ in enumerate(episode(agent, env, args.seed)):
-            if step % every == 0 and count * seconds < LONGEST_FILM:
-                writer.append_data(draw(env))
-                count += 1
+        for _ in trange(count, desc=args.video, leave=False, disable=None):
+            picture = draw(env)
+            if picture.shape[1] > width or args.width:
+                height = round(picture.shape[0] * width / picture.shape[1])
+                picture = Image.fromarray(picture).resize((width, height))
+            writer.append_data(picture)
+            for _ in range(every):
+                obs, *_ = env.step(agent(obs))
     env.close()
-    print(f"{args.video}: {count} pictures, {count * seconds:.1f} seconds")
+    print(
+        f"{args.video}: {count} pictures, {count * seconds:.1f} seconds of the best of {FILMED} "
+        f"episodes (seed {best}): return {scores[best][0]:.2f} in {scores[best][2]:.0f} steps"
+    )
 
 
 def still(args: Args, agent: nn.Module, env: vec_envs.VecEnv) -> None:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import math
 import os
 import re
 import subprocess
@@ -209,7 +210,7 @@ def test_an_ensemble_is_scored_filmed_and_exported_as_one(members, tmp_path, cap
     assert f"return {play.score(agent, loaded(folders, num_envs=1)[2], seed=4)[0]:.2f}" in (
         capsys.readouterr().out
     )
-    assert read_gif(tmp_path / "film.gif")[0].shape[1:] == (400, 600, 3)
+    assert read_gif(tmp_path / "film.gif")[0].shape[1:] == (213, 320, 3)
     call(folders[0], **options, export=str(tmp_path / "policy.pt2"))
     program = torch.export.load(tmp_path / "policy.pt2").module()
     obs = 2 * torch.randn(5, 4)
@@ -291,8 +292,9 @@ def test_a_gif_of_classic_control(altered, name, tmp_path, capsys):
     call(altered(arguments={"env": name}), video=str(tmp_path / "film.gif"), seed=1)
     steps = int(re.search(r"in (\d+) steps", capsys.readouterr().out)[1])
     pictures, milliseconds = read_gif(tmp_path / "film.gif")
-    assert milliseconds == 20 * (steps + steps % 2)  # 50 steps a second, 25 pictures
-    assert pictures.shape[1:] == (400, 600, 3)
+    count = math.ceil(min(steps / 3, 10 / 0.06))  # ten seconds at most; 50 steps a second
+    assert milliseconds == 60 * count  # a picture for each third step
+    assert pictures.shape[1:] == (213, 320, 3)
     assert_is_a_film(pictures)
 
 
@@ -315,8 +317,15 @@ def test_an_mp4(runs, tmp_path, capsys):
         assert reader.get_meta_data()["fps"] == 50
         assert reader.get_meta_data()["size"] == (600, 400)
         pictures = np.stack([picture for picture in reader])
-    assert len(pictures) == steps
+    assert len(pictures) == min(steps, 500)
     assert_is_a_film(pictures)
+
+
+def test_a_film_of_chosen_length_and_size(runs, tmp_path, capsys):
+    call(runs["CartPole"], video=str(tmp_path / "film.gif"), seconds=0.3, width=120)
+    pictures, milliseconds = read_gif(tmp_path / "film.gif")
+    assert milliseconds == 300 and pictures.shape[1:] == (80, 120, 3)
+    assert "0.3 seconds of the best of 3 episodes" in capsys.readouterr().out
 
 
 RENDER = """

@@ -440,3 +440,13 @@ def test_equals_print(prices_in_print, name, hold, rebalanced):
     if name == "nyse_o":
         assert round(wealth(path, "weights", 0.001), 2) == 25.36
         assert load_market(path).close[-1].max() == pytest.approx(54.14, abs=0.005)
+
+
+def test_policies_are_scored_on_the_validation_years():
+    name = vec_envs.for_evaluation("StockTrading,actions=weights")
+    assert name == "StockTrading,split=validation,actions=weights"
+    dates = vec_envs.make(name, 2).dates
+    assert str(dates[0])[:4] >= "2016" and str(dates[-1])[:4] <= "2018"
+    chosen = vec_envs.make(vec_envs.for_evaluation("StockTrading,split=test"), 2).dates
+    assert str(chosen[0])[:4] >= "2018"
+    assert vec_envs.for_evaluation("Spread,physics=openai") == "Spread,physics=openai"

@@ -11,7 +11,10 @@ import torch
 
 from vec_envs.core import VecEnv
 
-__all__ = ["NAMES", "VecEnv", "base_name", "make", "simulates_on_gpu", "vec_env_class"]
+__all__ = [
+    *("NAMES", "VecEnv", "base_name", "for_evaluation", "make", "simulates_on_gpu"),
+    "vec_env_class",
+]
 
 # name -> the module of this folder that defines it (imported when `make` needs it)
 NAMES = {
@@ -98,6 +101,13 @@ def simulates_on_gpu(name: str) -> bool:
     if NAMES.get(base_name(name)) == "mujoco":
         return importlib.util.find_spec("mujoco_warp") is not None
     return vec_env_class(name) is not None
+
+
+def for_evaluation(name: str) -> str:
+    """`name` with the options with which its class wants a policy to be scored; own ones win."""
+    base, _, own = name.partition(",")
+    options = getattr(vec_env_class(name), "evaluation_options", "")
+    return ",".join(filter(None, (base, options, own)))
 
 
 def base_name(name: str) -> str:

@@ -13,9 +13,9 @@ returns, saves and restores. Five steps:
 4. **`_simulate(action)`**: the rules; changes the state, returns reward and terminated.
 5. **`_observe()`**: the observation of the present state.
 
-Then make it: `MyEnv(1024)`; or add it to `NAMES` in `__init__.py`, and every script finds it by its
-name. `tests/test_chasing.py` is the sixth step: the same rules written again for a single
-environment in NumPy, and both must agree.
+Then make it: `MyEnv(1024)`; or give a script its module and its name: `--env my_module:MyEnv`.
+`tests/test_chasing.py` is the sixth step: the same rules written again for a single environment in
+NumPy, and both must agree.
 
 There is no Python loop over environments, and no `if` that reads a tensor. A loop multiplies the
 interpreter's time by N, and on a GPU each of its operations launches a kernel and each read waits

@@ -89,6 +89,7 @@ class VecEnv(VectorEnv):
     compilable = False  # a step is operations on tensors alone, which torch.compile understands
     num_agents: int | None = None  # None: a single agent, and no axis for it
     known_returns: dict[str, float] = {}  # of simple policies, for comparison
+    evaluation_options = ""  # that follow the name where a policy is scored, e.g. other data
 
     def __init__(
         self,

@@ -322,6 +322,7 @@ class Painter:
             warnings.simplefilter("ignore")
             self.model = spec.compile()
         self.data = mujoco.MjData(self.model)
+        self.size = 480, 640
         self.renderer: mujoco.Renderer | None = None
         mujoco.mj_forward(self.model, self.data)
         solid = self.model.geom_type != mujoco.mjtGeom.mjGEOM_PLANE
@@ -342,9 +343,9 @@ class Painter:
             self.camera.lookat[:2] = self.data.subtree_com[1, :2]
 
     def paint(self) -> np.ndarray:
-        """An RGB picture (480, 640, 3) uint8."""
+        """An RGB picture (*size, 3) uint8; `size` can be changed before the first one."""
         if self.renderer is None:
-            self.renderer = mujoco.Renderer(self.model, 480, 640)
+            self.renderer = mujoco.Renderer(self.model, *self.size)
         for _ in range(2):  # an infinite floor is centred on the camera of the scene before
             self.renderer.update_scene(self.data, self.camera)
         return self.renderer.render()

@@ -341,7 +341,7 @@ class Evaluator:
 
 def _evaluator_main(pipe, restarts, agent, args) -> None:
     os.nice(10)
-    args = dataclasses.replace(args, env_threads=1)
+    args = dataclasses.replace(args, env=vec_envs.for_evaluation(args.env), env_threads=1)
     envs = _make_envs(args, args.eval_episodes, args.seed)
     while True:
         step = pipe.recv()
