@@ -678,6 +678,7 @@ def test_without_the_replay_buffer_a_resumed_run_fills_it_anew(tmp_path, capsys)
 @pytest.mark.parametrize("script", [a2c, ppo_hterm, redq, mod_sac, crossq])
 def test_the_others_resume_bit_for_bit_too(script, tmp_path):
     options = {"utd_ratio": 1.0, "minibatch_size": 8, "epochs": 2, "total_steps": 300}
+    options["critic_hidden_size"] = 8
     if script in (a2c, ppo_hterm):
         options["num_steps"] = 8
     updates = run_of(script, tmp_path / "reference", **options)
