@@ -14,10 +14,12 @@ from pathlib import Path
 
 ALGOS = Path(__file__).resolve().parent.parent / "algos"
 PROGRAMS = "play", "generations", "tournament"  # run other scripts: no algorithm of their own
+POPULATIONS = "segments", "population", "agents", "leaderboard"  # of the helper, for the last two
 PARENTS = {
     "ppo": "a2c", "ppo_hterm": "ppo", "td3": "ddpg", "sac": "td3", "mod_sac": "sac", "redq": "sac",
-    "crossq": "sac", "ddpg_hterm": "ddpg", "td3_hterm": "td3", "sac_hterm": "sac", "d3qn": "dqn",
-    "sac_discrete": "sac", "pqn": "dqn", "qmix": "vdn", "matd3": "maddpg", "mappo": "ppo",
+    "crossq": "sac", "xqc": "crossq", "ddpg_hterm": "ddpg", "td3_hterm": "td3", "sac_hterm": "sac",
+    "d3qn": "dqn", "sac_discrete": "sac", "pqn": "dqn", "qmix": "vdn", "matd3": "maddpg",
+    "mappo": "ppo",
 }  # fmt: skip
 
 
@@ -66,9 +68,11 @@ def main() -> None:
         print(f"{path.stem:14}{lines:6}{docstring:11}{share:11.0%}   {diff}")
     print("\nworker_learner")
     helper = sorted((ALGOS / "worker_learner").glob("*.py"))
-    for path in helper:
-        print(f"  {path.name:12}{len(path.read_text().splitlines()):6}")
-    print(f"  {'in all':12}{sum(len(path.read_text().splitlines()) for path in helper):6}")
+    lengths = {path: len(path.read_text().splitlines()) for path in helper}
+    populations = sum(n for path, n in lengths.items() if path.stem in POPULATIONS)
+    for path, length in lengths.items():
+        print(f"  {path.name:14}{length:6}")
+    print(f"  in all {sum(lengths.values())}, {populations} of them for populations")
 
 
 if __name__ == "__main__":
