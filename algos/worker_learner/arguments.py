@@ -100,7 +100,7 @@ RUN_LIMITS = {
 }
 
 # What N learners divide among themselves, where a script has it.
-SHARED = "num_envs", "num_workers", "minibatch_size", "batch_size", "hterm_windows"
+SHARED = "num_envs", "num_workers", "minibatch_size", "batch_size"
 
 # What the machine decides when a run begins: who resumes it may say so again.
 AUTO = {"device": "auto", "env_device": "same", "num_envs": 0, "torch_threads": 0}

@@ -59,10 +59,6 @@ def mean_over_learners(x: Tensor) -> Tensor:
     return _mean(x) if world_size() > 1 else x
 
 
-def _mean(x: Tensor) -> Tensor:
-    return _MeanOverLearners.apply(x)
-
-
 class _MeanOverLearners(torch.autograd.Function):
     """m = 1/N Σ_i x_i, where the whole loss is a mean, 1/N Σ_j L_j(m): so is then its gradient.
 
@@ -78,10 +74,8 @@ class _MeanOverLearners(torch.autograd.Function):
         return _MeanOverLearners.apply(gradient)
 
 
-def never_compile_averages() -> None:
-    """What learners tell each other interrupts what is compiled."""
-    global _mean
-    _mean = torch.compiler.disable(_mean)
+def _mean(x: Tensor) -> Tensor:
+    return _MeanOverLearners.apply(x)
 
 
 def var_mean_over_learners(
@@ -180,6 +174,8 @@ def join_learners() -> bool:
     # Adam imports this. Imported later it keeps the process group, whose threads, still there when
     # Python ends, then abort the learner now and then ("terminate called without ...").
     importlib.import_module("torch._dynamo")
+    global _mean
+    _mean = torch.compiler.disable(_mean)  # what learners tell each other is never compiled
     cuda = torch.cuda.is_available() and distributed.is_nccl_available()
     distributed.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", **where)
     return True

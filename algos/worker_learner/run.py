@@ -121,8 +121,6 @@ class Run:
     def compile(self, *functions: Callable) -> Any:
         """Loss functions compiled with their gradients where --compile says so; one, or a tuple."""
         if self.args.compile not in ("none", "rollout"):
-            if self.world_size > 1:
-                learners.never_compile_averages()
             functions = tuple(engine.compiled_loss(function, self.args) for function in functions)
         return functions[0] if len(functions) == 1 else functions
 
