@@ -1,6 +1,7 @@
 """The command line of every script, and the errors that a user sees: one sentence each."""
 
 import argparse
+import atexit
 import contextlib
 import copy
 import dataclasses
@@ -9,6 +10,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -222,7 +224,10 @@ def say_in_one_sentence(kind: type[BaseException], error: BaseException, trace: 
     if kind is UserError:
         print(error, file=sys.stderr)
     elif kind is KeyboardInterrupt:  # while it trains, Run answers
-        print("Stopped", file=sys.stderr)
+        print("Stopped", file=sys.stderr, flush=True)
+        atexit._run_exitfuncs()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)  # so that a shell sees what it was; Python forgets it
     elif kind is BrokenPipeError:  # --help | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     elif isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(error):
