@@ -15,7 +15,7 @@ What differs from crossq.py: `critic_loss`, `project`: cross-entropy has a bound
 what the learning rate sets, annealed to a tenth. Rewards are divided by σ, the standard deviation
 of the discounted return; z is −5 to 5. Four layers, no bias. α from 0.01, to entropy −dim(A)/2.
 What differs from the paper: no target networks, one update a step (2), critics 256 wide (512),
-γ = 0.99 (1 − 5/T for episodes of T steps), four environments.
+γ = 0.99 (1 − 5/T for episodes of T steps), four environments; BatchNorm's constants are guessed.
 """
 
 import math

@@ -259,12 +259,9 @@ def snapshots(run_dir: str, folds: int) -> list[dict]:
     for number, name in enumerate(fold_names(chosen["args"]["env"], folds), 1):
         folder = f"{run_dir}/walk_forward/{number}_of_{folds}"
         own = {"env": name, "run_dir": folder, "resume": ""}
-        last = Path(folder, "last.pt")
-        if (
-            not last.exists()
-            or play.load(play.Args(folder, checkpoint="last"))["step"]
-            < (chosen["args"]["total_steps"])
-        ):
+        last = play.Args(folder, checkpoint="last")
+        trained = Path(folder, "last.pt").exists() and play.load(last)["step"]
+        if trained < chosen["args"]["total_steps"]:
             own["resume"] = folder if Path(folder, "args.json").exists() else ""
             script.train(script.Args(**{**chosen["args"], **own}))
         found.append(snapshot(folder))

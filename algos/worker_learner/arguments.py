@@ -225,9 +225,10 @@ def say_in_one_sentence(kind: type[BaseException], error: BaseException, trace: 
         print(error, file=sys.stderr)
     elif kind is KeyboardInterrupt:  # while it trains, Run answers
         print("Stopped", file=sys.stderr, flush=True)
+        # A shell must see that it was Ctrl-C, which Python forgets if what runs at exit uses exec.
         atexit._run_exitfuncs()
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGINT)  # so that a shell sees what it was; Python forgets it
+        os.kill(os.getpid(), signal.SIGINT)
     elif kind is BrokenPipeError:  # --help | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     elif isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(error):
