@@ -444,8 +444,8 @@ def measure(section: str, options: Options, version: str) -> list[dict]:
 def show(rows: list[dict]) -> None:
     """Print the rows as Markdown."""
     print("| what | median | lowest to highest | first row ÷ this one |\n|---|---|---|---|")
-    for group in dict.fromkeys(row["group"] for row in rows):
-        mine = [row for row in rows if row["group"] == group]
+    for section, group in dict.fromkeys((row["section"], row["group"]) for row in rows):
+        mine = [row for row in rows if (row["section"], row["group"]) == (section, group)]
         print(f"| **{group}** ({mine[0]['unit']}; {mine[0]['machine'].partition(',')[0]}) | | | |")
         for row in mine:
             span = f"{int(row['lowest']):,} – {int(row['highest']):,}"
@@ -453,26 +453,29 @@ def show(rows: list[dict]) -> None:
 
 
 def draw(rows: list[dict], path: Path) -> None:
+    """A figure of what comes as it is typed; the other sections are in the table."""
     from matplotlib import pyplot
 
+    rows = [row for row in rows if row["section"] == "as_it_comes"]
     groups = list(dict.fromkeys(row["group"] for row in rows))
-    sizes = [sum(row["group"] == group for row in rows) for group in groups]
-    figure, panels = pyplot.subplots(
-        len(groups), 1, figsize=(8, 0.6 * len(groups) + 0.3 * sum(sizes)), squeeze=False,
-        gridspec_kw={"height_ratios": sizes}, layout="constrained",
-    )  # fmt: skip
-    for axes, group in zip(panels[:, 0], groups, strict=True):
+    if not groups:
+        return
+    size = {"figsize": (11, 1.5 * -(-len(groups) // 2)), "layout": "constrained", "squeeze": False}
+    figure, panels = pyplot.subplots(-(-len(groups) // 2), 2, **size)
+    for axes in panels.flat[len(groups) :]:
+        axes.axis("off")
+    for axes, group in zip(panels.flat, groups, strict=False):
         mine = [row for row in rows if row["group"] == group][::-1]
         colours = ["#d95f02" if "CraneRL" in row["what"] else "#9aa5b1" for row in mine]
-        bars = axes.barh([row["what"] for row in mine], [float(r["median"]) for r in mine])
-        for bar, colour in zip(bars, colours, strict=True):
-            bar.set_color(colour)
+        names = [row["what"].replace("Stable-Baselines3", "SB3") for row in mine]
+        bars = axes.barh(names, [float(row["median"]) for row in mine], color=colours)
         axes.bar_label(bars, [f" {int(row['median']):,}" for row in mine], fontsize=8)
-        axes.set_title(f"{group} ({mine[0]['unit']})", loc="left", fontsize=9)
+        title = f"{group.partition(',')[0]} ({mine[0]['unit']})"
+        axes.set_title(title, loc="left", fontsize=9)
         axes.spines[["top", "right", "bottom"]].set_visible(False)
         axes.tick_params(labelsize=8, length=0)
         axes.set_xticks([])
-        axes.margins(x=0.12)
+        axes.margins(x=0.15)
     figure.savefig(path, dpi=110)
 
 
