@@ -2,7 +2,7 @@
 
     python benchmark/returns.py --script ppo --env Hopper --seeds 1 2 3 4 5
     python benchmark/returns.py --script ppo --env Ant --seeds 1 2 3 -- --num-steps 64
-    python benchmark/returns.py --table            # Markdown of what results/returns.csv holds
+    python benchmark/returns.py --table            # the table of benchmark/README.md
     python benchmark/returns.py --figure           # results/returns.png of curves.csv
 
 What follows `--` are flags for the script.
@@ -18,7 +18,6 @@ import csv
 import fcntl
 import itertools
 import json
-import math
 import shlex
 import statistics
 import subprocess
@@ -27,8 +26,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import lines
 import tyro
 
+import vec_envs
 from vec_envs import particles
 from vec_envs.core import VecEnv
 
@@ -38,6 +39,12 @@ COLUMNS = (
     *("script", "env", "seed", "steps", "return", "std", "best", "seconds"),
     *("torch_threads_and_env_threads", "parallel", "commit", "command"),
 )
+FIRST_OF_0_2 = "94941e8887"  # rows are only appended: those above the first of this commit are 0.1
+NO_SETTINGS = {  # flags with a value that do not change what is learned
+    *("--env", "--seed", "--total-steps", "--eval-every", "--eval-episodes"),
+    *("--env-threads", "--torch-threads", "--compile"),
+}
+ELSEWHERE = {"StockTrading"}  # scored by backtest.py
 
 
 @dataclass
@@ -168,24 +175,68 @@ def append(path: Path, rows: list[dict]) -> None:
         writer.writerows(rows)
 
 
-def table(path: Path) -> None:
-    """Print a row of Markdown for every group of runs that differ in seed and speed only."""
-    groups: dict[tuple[str, ...], list[float]] = {}
-    with open(path, newline="") as file:
-        for row in csv.DictReader(file):
-            command = shlex.split(row["command"])
-            for flag in {"--seed", "--torch-threads"} & set(command):
-                at = command.index(flag)
-                del command[at : at + 2]
-            key = (shlex.join(command), row["steps"])
-            groups.setdefault(key, []).append(float(row["return"]))
-    print("| command | steps | seeds | mean | median | sd | worst |\n|---|---|---|---|---|---|---|")
-    for (command, steps), returns in sorted(groups.items()):
-        spread = statistics.stdev(returns) if len(returns) > 1 else math.nan
-        figures = (statistics.mean(returns), statistics.median(returns), spread, min(returns))
-        decimals = 0 if abs(figures[0]) >= 100 else 2
-        numbers = " | ".join(f"{x:.{decimals}f}" if x == x else "–" for x in figures)
-        print(f"| `{command}` | {steps} | {len(returns)} | {numbers} |")
+def settings(command: str) -> str:
+    """The flags of a command that change what is learned, as they were typed."""
+    words, kept = iter(shlex.split(command)[2:]), []
+    for word in words:
+        if word in NO_SETTINGS:
+            next(words)
+        else:
+            kept.append(word)
+    return shlex.join(kept)
+
+
+def beside(env: str, script: str, steps: int, peers: list[dict]) -> str:
+    """What others report after as many steps, and the return of a scripted policy where known."""
+    found = [
+        f"{peer['who']} {peer['return']}"
+        for peer in peers
+        if (env, script) == (peer["env"], peer["script"]) and 0.9 < steps / int(peer["steps"]) < 1.1
+    ]
+    scripted = getattr(particles, env, VecEnv).known_returns.get("scripted")
+    return ", ".join(found + ([] if scripted is None else [f"scripted {scripted}"]))
+
+
+def table(results: Path) -> None:
+    """Print returns.csv as Markdown, sorted by environment; then what is not in it.
+
+    Runs that differ in seed and speed only are one row: mean ± standard deviation (how many).
+    """
+    with open(results / "returns.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    with open(RESULTS / "peers.csv", newline="") as file:
+        peers = list(csv.DictReader(file))
+    newer = next((i for i, row in enumerate(rows) if row["commit"].startswith(FIRST_OF_0_2)), 0)
+    groups: dict[tuple, dict[str, list[float]]] = {}
+    for i, row in enumerate(rows):
+        flags = dict(itertools.pairwise(shlex.split(row["command"])))
+        key = row["env"], row["script"], settings(row["command"]), int(row["steps"])
+        key += (int(flags.get("--eval-episodes", 10)),)
+        version = "0.2" if i >= newer else "0.1"
+        groups.setdefault(key, {}).setdefault(version, []).append(float(row["return"]))
+
+    def cell(returns: list[float]) -> str:
+        if not returns:
+            return ""
+        mean = statistics.mean(returns)
+        decimals = 0 if abs(mean) >= 100 else 2
+        spread = f" ± {statistics.stdev(returns):.{decimals}f}" if len(returns) > 1 else ""
+        return f"{mean:.{decimals}f}{spread} ({len(returns)})"
+
+    print("| environment | script | steps | episodes | 0.2 | 0.1 | others |")
+    print("|---|---|---|---|---|---|---|")
+    for (env, script, flags, steps, episodes), found in sorted(groups.items()):
+        rounded = float(f"{steps:.2g}")
+        length = f"{rounded / 1e6:g} M" if rounded >= 1e6 else f"{rounded / 1e3:g} k"
+        cells = [env, f"{script}.py {flags}".strip(), length, str(episodes)]
+        cells += [cell(found.get(version, [])) for version in ("0.2", "0.1")]
+        print(f"| {' | '.join([*cells, beside(env, script, steps, peers)])} |")
+    measured = {vec_envs.base_name(row["env"]) for row in rows}
+    absent = sorted({*vec_envs.NAMES} - ELSEWHERE - measured)
+    trained = {row["script"] for row in rows}
+    absent += [path.name for path in lines.scripts() if path.stem not in trained]
+    if absent:
+        print(f"\nNot measured yet: {', '.join(absent)}.")
 
 
 def figure(results: Path) -> None:
@@ -194,7 +245,7 @@ def figure(results: Path) -> None:
     Only of runs with the scripts' own settings (how long, how often evaluated and how fast are
     none; --bf16 was a flag of former commits); simple policies' returns, where known, dotted.
     """
-    no_settings = {"--total-steps", "--eval-every", "--compile", "--bf16", "--torch-threads"}
+    no_settings = NO_SETTINGS | {"--bf16"}
     try:
         from matplotlib import pyplot
     except ImportError:
@@ -245,7 +296,7 @@ def main(options: Options, flags: list[str]) -> None:
         figure(options.results)
         return
     if options.table:
-        table(options.results / "returns.csv")
+        table(options.results)
         return
     version = commit()  # before returns.csv changes
     with ThreadPoolExecutor(options.parallel) as pool:

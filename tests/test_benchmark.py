@@ -7,6 +7,7 @@ import importlib
 import json
 import math
 import multiprocessing
+import re
 import shlex
 import shutil
 import subprocess
@@ -39,13 +40,153 @@ def test_returns_are_kept_once(tmp_path):
     assert all(row["steps"] == "224" and float(row["return"]) >= 8 for row in rows)
     curve = list(csv.DictReader(open(tmp_path / "curves.csv")))
     assert {row["return"] for row in curve} == {row["return"] for row in rows}
-    assert "| 224 | 2 |" in run(*command, "--table")
+    shown = run(*command, "--table").splitlines()[2]
+    assert shown.startswith("| CartPole | ppo.py --num-envs 2 --num-steps 16 | 0.22 k | 20 | ")
+
+
+def test_the_table_of_returns(tmp_path):
+    """Seed and speed make no row of their own; settings, length and version do."""
+    names = "script,env,seed,steps,return,std,best,seconds,threads,parallel,commit,command"
+    rows = [
+        f"ppo,Hopper,{seed},{steps},{value},0,0,0,1 1,2,{commit},"
+        f"python algos/ppo.py --env Hopper --seed {seed} --eval-episodes 20 {flags}"
+        for seed, steps, value, commit, flags in (
+            *((1, 1003520, 100, "0", ""), (2, 1003520, 300, "1", "--torch-threads 1")),
+            *((3, 1003520, 400, "94941e8887-dirty", "--compile none"), (3, 300000, 7, "2", "")),
+            (1, 1003520, 500, "2", "--num-steps 8"),
+        )
+    ]
+    (tmp_path / "returns.csv").write_text("\n".join((names, *rows)) + "\n")
+    _, _, *lines, _, absent = run(
+        BENCHMARK / "returns.py", "--table", "--results", tmp_path
+    ).splitlines()
+    assert lines == [
+        "| Hopper | ppo.py | 300 k | 20 | 7.00 (1) |  |  |",
+        "| Hopper | ppo.py | 1 M | 20 | 400 (1) | 200 ± 141 (2) | Tianshou 2609, zoo 2410 |",
+        "| Hopper | ppo.py --num-steps 8 | 1 M | 20 | 500 (1) |  | Tianshou 2609, zoo 2410 |",
+    ]
+    absent = set(absent.removeprefix("Not measured yet: ").removesuffix(".").split(", "))
+    assert {"Ant", "Walker2d", "a2c.py"} < absent
+    assert not absent & {"Hopper", "ppo.py", "StockTrading"}
 
 
 def test_figure_of_the_returns(tmp_path):
     shutil.copy(BENCHMARK / "results" / "curves.csv", tmp_path)
     run(BENCHMARK / "returns.py", "--figure", "--results", tmp_path)
     assert (tmp_path / "returns.png").stat().st_size > 10_000
+
+
+def test_the_readmes_hold_what_was_measured(throughput, capsys, tmp_path):
+    """Whoever appends a row runs --table again and pastes what it prints."""
+    results, text = BENCHMARK / "results", (BENCHMARK / "README.md").read_text()
+    shutil.copy(results / "populations.csv", tmp_path)  # a figure is drawn beside it
+    returns = run(BENCHMARK / "returns.py", "--table")
+    with open(results / "throughput.csv", newline="") as file:
+        throughput.show([row for row in csv.DictReader(file) if row["section"] == "as_it_comes"])
+    tables = [returns, capsys.readouterr().out, run(BENCHMARK / "time_to_ant.py", "--table")]
+    tables += [run(BENCHMARK / "populations.py", "--table", "--results", tmp_path)]
+    for table in tables:
+        one_repetition = table.strip().replace(" ± nan", "")  # has no standard error
+        assert one_repetition in text, table.partition("\n")[0]
+    found = set()  # (environment, script, steps, return, seeds)
+    for line in re.findall(r"^\| (.*) \|$", returns, re.M)[1:]:
+        env, script, steps, _, *cells = line.split(" | ")
+        for mean, seeds in re.findall(r"(\S+)(?: ± \S+)? \((\d+)\)", " ".join(cells[:2])):
+            key = env, script.split()[0], steps
+            found |= {(*key, f"{float(mean):.{d}f}", seeds) for d in (0, 1)}
+    row = r"^\| ([\w-]+)[^|]*\| (\w+\.py) \| ([\d.]+ [kM]) \| (-?[\d.]+) \((\d+)\)"
+    quoted = re.findall(row, (BENCHMARK.parent / "README.md").read_text().replace("−", "-"), re.M)
+    assert len(quoted) >= 5 and set(quoted) <= found, set(quoted) - found
+
+
+# time_to_ant.py: when the clock stops.
+
+
+@pytest.fixture(scope="module")
+def time_to_ant():
+    sys.path.insert(0, str(BENCHMARK))
+    yield importlib.import_module("time_to_ant")
+    sys.path.remove(str(BENCHMARK))
+
+
+def evaluations(*scores: float) -> str:
+    """metrics.csv of a run that had these returns after 100, 200, … steps."""
+    lines = ["step,seconds,tag,value", "50,0.5,losses/value,9999", "100,1,eval/length,9999"]
+    lines += [f"{100 * (i + 1)},{i},eval/episodic_return,{x}" for i, x in enumerate(scores)]
+    return "\n".join(lines) + "\n"
+
+
+def test_the_first_return_that_reaches_the_target_counts(time_to_ant):
+    metrics = evaluations(900, 5000.5, 6000)
+    torn = "400,3,eval/episodic_return,9000"  # its end is not written yet
+    for target, found in ((5000, (200, 5000.5)), (900, (100, 900)), (7000, (300, 6000))):
+        assert time_to_ant.decisive(metrics + torn, target) == found
+    assert time_to_ant.decisive("", 0) == (0, -math.inf)
+
+
+STAND_IN = """
+import os, signal, sys
+folder, metrics, last = sys.argv[1:]
+def stop(*_):
+    open(folder + "/stopped", "w").close()
+    os._exit(1)
+signal.signal(signal.SIGTERM, stop)
+open(folder + "/metrics.csv", "w").write(metrics)
+eval(last)
+"""
+
+
+def test_a_race_ends_at_the_target_the_limit_or_the_end(time_to_ant, tmp_path):
+    def race(last: str, *scores: float, minutes: float = 1) -> tuple[int, float]:
+        for file in tmp_path.iterdir():
+            file.unlink()
+        words = [sys.executable, "-c", STAND_IN, str(tmp_path), evaluations(*scores), last]
+        return time_to_ant.race(words, tmp_path / "metrics.csv", 5000, minutes)[1:]
+
+    assert race("signal.pause()", 900, 5100) == (200, 5100)
+    assert (tmp_path / "stopped").exists()
+    assert race("None", 900, 4900, 800) == (200, 4900)  # it ends by itself, and is not stopped
+    assert not (tmp_path / "stopped").exists()
+    assert race("signal.pause()", minutes=0) == (0, -math.inf)
+    with pytest.raises(SystemExit, match="ended with 1: no Ant here"):
+        race("sys.exit('no Ant here')", 900)
+
+
+@pytest.mark.parametrize(
+    ("contender", "env", "steps"),
+    [("ppo", "CartPole", "4096"), ("stable_baselines3", "InvertedPendulum", "2048")],
+)
+def test_a_row_is_of_a_real_run(time_to_ant, tmp_path, contender, env, steps):
+    if contender in time_to_ant.PEERS:
+        pytest.importorskip(contender)
+    command = [BENCHMARK / "time_to_ant.py", "--contenders", contender, "--results", tmp_path]
+    said = run(*command, "--env", env, "--target", 2, "--eval-every", 2048, "--eval-episodes", 2)
+    (row,) = csv.DictReader(open(tmp_path / "time_to_ant.csv"))
+    assert row["contender"] == time_to_ant.PEERS.get(contender, "ppo.py")
+    assert f" --env {env} --seed 1 --eval-every 2048 --eval-episodes 2" in row["command"]
+    assert row["steps"] == steps and float(row["return"]) >= 2 and int(row["seconds"]) > 0
+    assert said.splitlines()[-1].startswith(f"| {row['contender']} | {row['seconds']} | ")
+
+
+def test_a_contender_that_is_none(time_to_ant):
+    with pytest.raises(SystemExit, match="--contenders nobody: allowed are stable_baselines3, sbx"):
+        time_to_ant.measure("nobody", time_to_ant.Options(), "now")
+
+
+def test_who_has_not_reached_the_target_comes_last(time_to_ant, capsys):
+    row = dict.fromkeys(time_to_ant.COLUMNS, "x") | {"target": "5000", "steps": "9"}
+    rows = [
+        row | {"contender": name, "seconds": seconds, "return": value}
+        for name, seconds, value in (
+            *(("c", "1800", "1327.2"), ("b", "420", "5000.0")),
+            *(("d", "60", "12.0"), ("a", "400", "5100")),
+        )
+    ]
+    time_to_ant.show(rows)
+    said = capsys.readouterr().out.splitlines()[2:]
+    assert [line[:4] for line in said] == ["| a ", "| b ", "| c ", "| d "]
+    assert said[0].startswith("| a | 400 | 5,100 | 9 |")
+    assert said[2].startswith("| c | not reached in 1,800 | best 1,327 | 9 |")
 
 
 # throughput.py: what is measured, without waiting for it.
