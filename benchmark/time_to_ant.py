@@ -161,7 +161,7 @@ def show(rows: list[dict]) -> None:
     for row in sorted(rows, key=place):
         cells = [row["contender"], f"{int(row['seconds']):,}", f"{float(row['return']):,.0f}"]
         if place(row)[0]:
-            cells[1:3] = [f"not reached in {cells[1]}", f"best {cells[2]}"]
+            cells[1:3] = f"not reached in {cells[1]}", f"best {cells[2].replace('-inf', 'none')}"
         cells += [f"{int(row['steps']):,}", row["seed"], row["machine"]]
         print(f"| {' | '.join([*cells, row['date'] + ', ' + row['commit']])} |")
 

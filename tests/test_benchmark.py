@@ -210,11 +210,12 @@ def test_throughput_keeps_the_other_sections(tmp_path):
     with open(path, "w", newline="") as file:
         writer = csv.DictWriter(file, names, restval="")
         writer.writeheader()
-        writer.writerows([old, old | chasing])
+        writer.writerows([old, old | chasing, old | {"section": "as_it_comes"}])
     command = [BENCHMARK / "throughput.py", "--results", tmp_path, "--rounds", 1, "--seconds", 0.1]
     table = run(*command, "--sections", "chasing", "memory")
     rows = list(csv.DictReader(open(path)))
-    assert [row["section"] for row in rows] == ["chasing"] * 2 + ["memory"] * 2 + ["sac"]
+    sections = ["as_it_comes", *["chasing"] * 2, *["memory"] * 2, "sac"]
+    assert [row["section"] for row in rows] == sections
     assert rows[-1] == old | dict.fromkeys({*rows[-1]} - {*old}, "")
     assert "looping over envs" in table and "of before" not in table and "former" in table
     assert (tmp_path / "throughput.png").exists()
