@@ -21,14 +21,10 @@ What differs from the papers:
 - the best agent is scored again on fresh episodes, since the highest of many scores is too high.
 """
 
-import sys
 from dataclasses import dataclass
 
-import tyro
-
-from algos.worker_learner.agents import Agent, PopulationArgs, is_better, split_words
-from algos.worker_learner.arguments import UserError, say_in_one_sentence, tell
-from algos.worker_learner.population import Population, ending, replay
+from algos.populations import Agent, Population, PopulationArgs, is_better, parse, run
+from algos.worker_learner import UserError
 
 
 @dataclass
@@ -65,63 +61,55 @@ def select(members: list[Agent | None], generation: int, args: Args) -> list[tup
     return parents
 
 
-def members_of(population: Population, generation: int, count: int) -> list[Agent | None]:
-    members: list[Agent | None] = [None] * count
+def evolve(population: Population, args: Args) -> None:
+    """All generations; one that an earlier process has begun is finished."""
+    generations = args.total_steps // population.period
+    population.expected = generations * args.agents
+    for generation in range(1, generations + 1):
+        while (missing := who_is_missing(population, generation, args)) or population.flights:
+            begin(population, generation, missing, args)
+            population.work()  # where a parent is damaged, its descendants are missing again
+        members = members_of(population, generation, args)
+        if not any(members):
+            why = population.journal.lines[-1].get("why", "their parents are damaged")
+            advice = f"mend it, and begin with another --root than {population.root}"
+            raise UserError(f"all agents of generation {generation} failed: {why}; {advice}")
+        if all(agent.step >= args.total_steps for agent in members if agent):
+            break  # segments end where an iteration does, which may be later than asked
+
+
+def begin(population: Population, generation: int, missing: list[int], args: Args) -> None:
+    """The missing members of a generation: fresh ones, or descendants of those before."""
+    before = members_of(population, generation - 1, args)
+    if missing and generation > 1 and not any(before):
+        raise UserError(f"all agents of generation {generation - 1} are damaged")
+    parents = select(before, generation - 1, args) if any(before) else []
+    for member in missing:
+        place = {"generation": generation, "member": member, "fuse": args.fuse}
+        if generation == 1:
+            population.fresh(args.algo, **place)
+        else:
+            population.child(*parents[member], **place)
+
+
+def members_of(population: Population, generation: int, args: Args) -> list[Agent | None]:
+    """The agents of a generation that are published, each in its place."""
+    members: list[Agent | None] = [None] * args.agents
     for agent in population.agents.values():
         if agent.generation == generation:
             members[agent.member] = agent
     return members
 
 
-def evolve(population: Population, args: Args) -> None:
-    """All generations, each begun where an earlier process has not begun it."""
-    generations = max(1, args.total_steps // population.period)
-    population.expected = generations * args.agents
-    for generation in range(1, generations + 1):
-        while missing := missing_members(population, generation, args.agents):
-            before = members_of(population, generation - 1, args.agents)
-            if generation > 1:
-                if not any(before):
-                    raise UserError(f"all agents of generation {generation - 1} are damaged")
-                parents = select(before, generation - 1, args)
-            for member in missing:
-                place = {"generation": generation, "member": member, "fuse": args.fuse}
-                if generation == 1:
-                    population.fresh(args.algo, **place)
-                else:
-                    population.child(*parents[member], **place)
-            while population.flights:
-                population.work()  # a damaged parent leaves members missing: they get another
-        while population.flights:
-            population.work()
-        members = members_of(population, generation, args.agents)
-        if not any(members):
-            why = population.journal.lines[-1].get("why", "their parents are damaged")
-            raise UserError(f"all agents of generation {generation} failed: {why}")
-        if all(agent.step >= args.total_steps for agent in members if agent):
-            break
-
-
-def missing_members(population: Population, generation: int, count: int) -> list[int]:
+def who_is_missing(population: Population, generation: int, args: Args) -> list[int]:
     """Who of a generation has neither been begun nor has failed."""
-    failed = [line for line in population.journal.lines if line["event"] == "failed"]
+    failed = population.journal.of("failed")
     known = {line["member"] for line in failed if line["generation"] == generation}
     begun = (*population.agents.values(), *population.flights.values())
     known |= {agent.member for agent in begun if agent.generation == generation}
-    return sorted(set(range(count)) - known)
-
-
-def main(args: Args, words: list[str]) -> None:
-    population = Population(args, [args.algo], words, "generations")
-    with ending(population):
-        if args.replay:
-            tell(f"Trained again: {replay(population, args.replay)}")
-            return
-        evolve(population, args)
-        population.finish()
+    return [member for member in range(args.agents) if member not in known]
 
 
 if __name__ == "__main__":
-    sys.excepthook = say_in_one_sentence
-    ours, theirs = split_words(sys.argv[1:])
-    main(tyro.cli(Args, args=ours, config=(tyro.conf.FlagCreatePairsOff,)), theirs)
+    args, words = parse(Args)
+    run(Population(args, [args.algo], words, "generations"), evolve)

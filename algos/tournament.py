@@ -22,15 +22,10 @@ best one is scored again on fresh episodes, since the highest of many scores is 
 import math
 import random
 import statistics
-import sys
 from dataclasses import dataclass, field
 from typing import Literal
 
-import tyro
-
-from algos.worker_learner.agents import Agent, PopulationArgs, is_better, split_words
-from algos.worker_learner.arguments import say_in_one_sentence, tell
-from algos.worker_learner.population import Population, ending, replay
+from algos.populations import Agent, Population, PopulationArgs, is_better, parse, run
 
 
 @dataclass
@@ -50,6 +45,52 @@ class Args(PopulationArgs):
     """probability of a fresh agent where no agent is next in line"""
 
 
+def compete(population: Population, args: Args) -> None:
+    """The orchestrator: begin what there is room for, wait for one event, again."""
+    segments = args.segments or args.agents * (args.total_steps // population.period)
+    population.expected = segments
+    while population.flights or population.count < segments:
+        room = min(args.agents, population.pool.slots(), segments - population.done)
+        while len(population.flights) < room:
+            generate(population, args)
+        population.work()
+
+
+def generate(population: Population, args: Args) -> None:
+    """The generator: begin the agent that is trained next."""
+    generator = population.random("generate", population.count)
+    own = next_in_line(population, args)
+    unfinished = [a for a in population.agents.values() if a.step < args.total_steps]
+    begun = (*population.agents.values(), *population.flights.values())
+    roots = sum(not agent.parent for agent in begun)
+    if own is not None and roots >= args.agents:
+        fair = [agent for agent in unfinished if agent.pause_at <= own.pause_at]
+        other = draw(fair, args, generator)
+        if other is None or not is_better(other, own):
+            population.child(own, False)
+        else:
+            population.journal.note("replaced", id=own.id, by=other.id)
+            population.child(other, True)
+        return
+    other = draw(unfinished, args, generator)
+    if roots < args.agents or other is None or generator.random() < args.fresh:
+        population.fresh(args.algos[roots % len(args.algos)])
+    else:
+        population.child(other, True)
+
+
+def next_in_line(population: Population, args: Args) -> Agent | None:
+    """The oldest agent that is not at its end, has no descendant and was not replaced."""
+    used = {line["id"] for line in population.journal.of("replaced")}
+    used |= {agent.parent for agent in population.agents.values()}
+    used |= {agent.parent for agent in population.flights.values()}
+    failures = [line["parent"] for line in population.journal.of("failed")]
+    used |= {parent for parent in failures if failures.count(parent) > 1}  # it is no good
+    waiting = [a for a in population.agents.values() if a.id not in used]
+    waiting = [agent for agent in waiting if agent.step < args.total_steps]
+    return min(waiting, key=lambda agent: agent.id, default=None)
+
+
 def draw(candidates: list[Agent], args: Args, generator: random.Random) -> Agent | None:
     """One of the leaderboard's agents, by --strategy; None: a fresh one."""
     if not candidates or args.strategy == "fresh":
@@ -65,67 +106,6 @@ def draw(candidates: list[Agent], args: Args, generator: random.Random) -> Agent
     return min(generator.sample(ranked, min(args.k, len(ranked))), key=ranked.index)
 
 
-def next_in_line(population: Population, args: Args) -> Agent | None:
-    """The oldest agent that is not at its end, has no descendant and was not replaced."""
-    events = population.journal.lines
-    used = {line["id"] for line in events if line["event"] == "replaced"}
-    used |= {agent.parent for agent in population.agents.values()}
-    used |= {agent.parent for agent in population.flights.values()}
-    failures = [line["parent"] for line in events if line["event"] == "failed"]
-    used |= {parent for parent in failures if failures.count(parent) > 1}  # it is no good
-    waiting = [a for a in population.agents.values() if a.id not in used]
-    waiting = [agent for agent in waiting if agent.step < args.total_steps]
-    return min(waiting, key=lambda agent: agent.id, default=None)
-
-
-def generate(population: Population, args: Args) -> None:
-    """Begin the agent that is trained next."""
-    generator = population.random("generate", population.count)
-    own = next_in_line(population, args)
-    unfinished = [a for a in population.agents.values() if a.step < args.total_steps]
-    roots = sum(
-        not agent.parent for agent in (*population.agents.values(), *population.flights.values())
-    )
-    if roots < args.agents:
-        population.fresh(args.algos[roots % len(args.algos)])
-    elif own is not None:
-        fair = [agent for agent in unfinished if agent.pause_at <= own.pause_at]
-        other = draw(fair, args, generator)
-        if other is None or not is_better(other, own):
-            population.child(own, False)
-        else:
-            population.journal.note("replaced", id=own.id, by=other.id)
-            population.child(other, True)
-    else:
-        other = draw(unfinished, args, generator)
-        if other is None or generator.random() < args.fresh:
-            population.fresh(args.algos[roots % len(args.algos)])
-        else:
-            population.child(other, True)
-
-
-def compete(population: Population, args: Args) -> None:
-    """The pool: begin what there is room for, wait for one event, again."""
-    total = args.segments or args.agents * max(1, args.total_steps // population.period)
-    population.expected = total
-    while population.flights or population.count < total:
-        room = min(args.agents, population.pool.slots())
-        while len(population.flights) < room and population.count < total:
-            generate(population, args)
-        population.work()
-
-
-def main(args: Args, words: list[str]) -> None:
-    population = Population(args, args.algos, words, "tournament")
-    with ending(population):
-        if args.replay:
-            tell(f"Trained again: {replay(population, args.replay)}")
-            return
-        compete(population, args)
-        population.finish()
-
-
 if __name__ == "__main__":
-    sys.excepthook = say_in_one_sentence
-    ours, theirs = split_words(sys.argv[1:])
-    main(tyro.cli(Args, args=ours, config=(tyro.conf.FlagCreatePairsOff,)), theirs)
+    args, words = parse(Args)
+    run(Population(args, args.algos, words, "tournament"), compete)

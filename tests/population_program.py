@@ -2,7 +2,8 @@
 
 A step adds the learning rate to the value of a run, and the score is that value ± --noise. It is
 copied as trainer.py and as play.py into one folder, beside checkpoint.pt, which every run begins
-with. Without torch: what it has learned is in state.json.
+with. Without torch: what it has learned is in state.json. While a file `hold` is beside it, runs
+that have come to step --hold wait.
 """
 
 import json
@@ -11,16 +12,16 @@ import shutil
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
-DEFAULTS = {"learning_rate": 1.0, "gamma": 0.9, "noise": 0.0, "sleep": 0.0, "fails": 0.0}
-DEFAULTS |= {"nan_below": 0.0, "die": 0}
+DEFAULTS = {"learning_rate": 1.0, "gamma": 0.9, "noise": 0.0, "fails": 0.0, "nan_below": 0.0}
+DEFAULTS |= {"hold": 1e9}
 TUNED = {"Known": {"learning_rate": 2.0}}
 LIMITS = {"gamma": (0, 1)}
 
+if __name__ != "__main__":  # a population's driver has loaded it, to know its flags
+    from dataclasses import make_dataclass
 
-def Args(**tuned) -> SimpleNamespace:
-    return SimpleNamespace(**(DEFAULTS | tuned))
+    Args = make_dataclass("Args", [(name, type(x), x) for name, x in DEFAULTS.items()])
 
 
 def option(name: str, default: str | None = None) -> str | None:
@@ -34,15 +35,14 @@ def train() -> int:
         args = json.loads((folder / "args.json").read_text())["args"]
     else:
         folder.mkdir(parents=True, exist_ok=True)
-        given = {k: type(x)(option("--" + k.replace("_", "-"), x)) for k, x in DEFAULTS.items()}
+        given = {k: float(option("--" + k.replace("_", "-"), x)) for k, x in DEFAULTS.items()}
         args = given | {"seed": int(option("--seed")), "total": int(option("--total-steps"))}
         shutil.copyfile(Path(__file__).with_name("checkpoint.pt"), folder / "checkpoint.pt")
         write(folder / "args.json", {"script": "trainer", "args": args})
     state = folder / "state.json"
     before = json.loads(state.read_text()) if state.exists() else {"step": 0, "value": 0.0}
-    with open(Path(__file__).with_name("starts.log"), "a") as file:
-        file.write(f"{os.getpid()} {folder.parent.name} {before['step']}\n")
-    time.sleep(args["sleep"])
+    while before["step"] >= args["hold"] and Path(__file__).with_name("hold").exists():
+        time.sleep(0.02)
     if args["seed"] % 100 < args["fails"]:
         print(f"losses/policy is nan at step {before['step']}: training stopped", file=sys.stderr)
         return 1

@@ -2,11 +2,15 @@
 faults with real processes: kills, lost cores, damaged folders, a full disk, NaN.
 """
 
+import contextlib
 import csv
+import io
 import json
 import math
 import os
 import random
+import re
+import runpy
 import shutil
 import signal
 import subprocess
@@ -14,24 +18,15 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
-from algos import generations, tournament
+from algos import generations, play, tournament
+from algos.populations import Agent, is_better
+from algos.populations.agents import FRESH, SCORE, descend, fuse, read_score, scaled, scoring
 from algos.worker_learner import UserError
-from algos.worker_learner.agents import (
-    FRESH,
-    SCORE,
-    Agent,
-    descend,
-    fuse,
-    is_better,
-    read_score,
-    scaled,
-    scoring,
-    split_words,
-)
 from algos.worker_learner.segments import Here
 
 ROOT = Path(__file__).parent.parent
@@ -41,13 +36,16 @@ CORES = len(os.sched_getaffinity(0)) if sys.platform == "linux" else 0
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
-# Helpers.
+# Helpers, for test_cluster.py too.
 
 
 @pytest.fixture
 def stand_in(tmp_path) -> Path:
+    return write_stand_in(tmp_path / "scripts")
+
+
+def write_stand_in(folder: Path) -> Path:
     """A folder with the stand-in as a script and as play.py, and the checkpoint it begins with."""
-    folder = tmp_path / "scripts"
     folder.mkdir()
     for name in ("trainer", "play"):
         shutil.copyfile(ROOT / "tests" / "population_program.py", folder / f"{name}.py")
@@ -70,7 +68,20 @@ def checkpoint(value: float) -> dict:
     }
 
 
+def drive(program: str, root: Path, flags: str, words: str = "") -> str:
+    """`python algos/{program}.py` in this process, where torch is imported -> what it says."""
+    words = [f"algos/{program}.py", "--root", str(root), *flags.split(), "--", *words.split()]
+    with (
+        contextlib.redirect_stdout(io.StringIO()) as said,
+        mock.patch.object(sys, "argv", words),
+        mock.patch.object(sys, "excepthook", sys.excepthook),
+    ):
+        runpy.run_path(str(ROOT / "algos" / f"{program}.py"), run_name="__main__")
+    return said.getvalue()
+
+
 def begin(program: str, root: Path, flags: str, words: str = "", **options) -> subprocess.Popen:
+    """The same as a process of its own, which can be killed."""
     command = [sys.executable, str(ROOT / "algos" / f"{program}.py"), "--root", str(root)]
     command += [*flags.split(), "--", *words.split()]
     out = open(root.with_suffix(".out"), "ab")
@@ -86,15 +97,17 @@ def finish(process: subprocess.Popen, root: Path, code: int = 0) -> str:
     return said
 
 
-def drive(program: str, root: Path, flags: str, words: str = "", code: int = 0, **options) -> str:
-    return finish(begin(program, root, flags, words, **options), root, code)
+def kill(driver: subprocess.Popen, root: Path) -> None:
+    driver.kill()
+    driver.wait()
+    wait_for(lambda: not processes_of(root), "the end of what the driver has started")
 
 
 def wait_for(condition, what: str):
     deadline = time.monotonic() + PATIENCE
     while not (found := condition()):
         assert time.monotonic() < deadline, f"after {PATIENCE} s: {what}"
-        time.sleep(0.002)
+        time.sleep(0.01)
     return found
 
 
@@ -352,30 +365,54 @@ def test_two_kills_change_no_weight_and_neither_does_a_replay(tmp_path):
     )
     words = "--num-envs 4 --num-steps 16 --minibatch-size 32 --epochs 2 --hidden-size 8"
     words += " --checkpoint-every 500"
-    calm, stormy = tmp_path / "calm", tmp_path / "stormy"
-    drive("generations", calm, flags, words)
-    driver = begin("generations", stormy, flags, words)
-    run = stormy / "flight" / "00001" / "run0"
+    root = tmp_path / "root"
+    driver = begin("generations", root, flags, words)
+    run = root / "flight" / "00001" / "run0"
     wait_for(lambda: step_of(run) > 5500, "a step of the second segment")
     (trainer,) = processes_of(run.parent, "ppo.py")
     os.kill(trainer, signal.SIGKILL)
-    wait_for(lambda: journal(stormy, "killed"), "the journal's line of it")
+    wait_for(lambda: journal(root, "killed"), "the journal's line of it")
     (again,) = wait_for(lambda: processes_of(run.parent, "ppo.py"), "its second start")
     assert again != trainer
-    driver.kill()
-    driver.wait()
-    wait_for(lambda: not processes_of(stormy), "the end of what the driver has started")
-    assert not (stormy / "agents" / "00001").exists(), "killed too late"
-    drive("generations", stormy, flags, words)
-    drive("generations", calm, f"{flags} --replay 00001", words)
-    ends = [calm, stormy, calm / "replay" / "00001"]
-    ends = [torch.load(x / "agents" / "00001" / "checkpoint.pt") for x in ends]
-    for end in ends[1:]:
-        for name in ("agent", "optimizer", "workers"):
-            assert same(end[name], ends[0][name]), name
-        assert end["run"]["step"] == ends[0]["run"]["step"] >= 10000
-        assert same(end["run"]["random"], ends[0]["run"]["random"])
-    assert [x["id"] for x in journal(stormy, "published")] == ["00000", "00001"]
+    kill(driver, root)
+    assert not (root / "agents" / "00001").exists(), "killed too late"
+    drive("generations", root, flags, words)
+    assert [x["id"] for x in journal(root, "published")] == ["00000", "00001"]
+    said = drive("generations", root, f"{flags} --replay 00001", words)
+    folders = [root / "agents" / "00001", root / "replay" / "00001" / "agents" / "00001"]
+    assert f"Trained again: {folders[1]}" in said
+    stormy, calm = (torch.load(folder / "checkpoint.pt") for folder in folders)
+    for name in ("agent", "optimizer", "workers"):
+        assert same(stormy[name], calm[name]), name
+    assert stormy["run"]["step"] == calm["run"]["step"] >= 10000
+    assert same(stormy["run"]["random"], calm["run"]["random"])
+    # What people do with it: play.py takes best/, TensorBoard has a folder for each member.
+    winner = agents(root)[journal(root, "rescored")[0]["id"]]
+    best = play.load(play.Args(root / "best"))
+    assert (best["script"], best["step"]) == ("ppo", winner.step)
+    assert all(list(folder.glob("events.out.tfevents.*")) for folder in (root / "agents").iterdir())
+    assert (root / "descent.png").stat().st_size > 1000
+
+
+# Killed at each of its moments by itself: `os.rename` publishes, `os.fsync` is the journal's.
+KILL_AT = """
+    import itertools, os, signal, sys
+    count, function = itertools.count(1), os.{name}
+    def fatal(*arguments, **options):
+        if {after}:
+            result = function(*arguments, **options)
+        if next(count) == {number}:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result if {after} else function(*arguments, **options)
+    if any(word.endswith("generations.py") for word in sys.orig_argv):
+        os.{name} = fatal
+"""
+
+
+def sabotaged(folder: Path, code: str) -> dict:
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(textwrap.dedent(code))
+    return {"env": {**os.environ, "PYTHONPATH": str(folder)}}
 
 
 def test_a_driver_killed_anywhere_loses_nothing(stand_in, tmp_path):
@@ -383,15 +420,25 @@ def test_a_driver_killed_anywhere_loses_nothing(stand_in, tmp_path):
     flags = f"--algo {stand_in}/trainer.py --env Known --agents 4 --total-steps 400 --period 100"
     drive("generations", tmp_path / "calm", flags)
     root, seen = tmp_path / "killed", 0
-    for published in (1, 3, 6, 10):
+    for number, moment in enumerate(
+        (
+            ("rename", False, 1),
+            ("rename", True, 1),  # published, but the journal does not know
+            ("fsync", False, 2),
+            ("fsync", True, 4),
+            ("unlink", False, 2),
+        )
+    ):
+        code = KILL_AT.format(**dict(zip(("name", "after", "number"), moment, strict=True)))
+        driver = begin("generations", root, flags, **sabotaged(tmp_path / str(number), code))
+        finish(driver, root, -signal.SIGKILL)
+    for published in (7, 11):
         driver = begin("generations", root, flags)
         wait_for(lambda least=published: len(journal(root, "published")) >= least, "agents")
         time.sleep(random.Random(published).uniform(0, 0.05))
-        driver.kill()
-        driver.wait()
+        kill(driver, root)
         before, seen = seen, len(journal(root, "published"))
         assert seen >= max(before, published)
-        wait_for(lambda: not processes_of(root), "the end of what the driver has started")
     torn = root / "journal.jsonl"
     torn.write_text(torn.read_text() + '{"time": 1, "eve')
     drive("generations", root, flags)
@@ -404,103 +451,61 @@ def test_a_driver_killed_anywhere_loses_nothing(stand_in, tmp_path):
     assert ends[0] == ends[1]
 
 
-# Killed at each of its moments by itself: `os.rename` publishes, `os.fsync` is the journal's.
-KILL_AT = """
-    import itertools, os, signal, sys
-    count, function = itertools.count(1), os.{name}
-    def fatal(*arguments):
-        if {after}:
-            result = function(*arguments)
-        if next(count) == {number}:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return result if {after} else function(*arguments)
-    if any(word.endswith("generations.py") for word in sys.orig_argv):
-        os.{name} = fatal
-"""
-
-
-def sabotaged(tmp_path: Path, code: str) -> dict:
-    folder = tmp_path / f"sabotage{time.monotonic_ns()}"
-    folder.mkdir()
-    (folder / "sitecustomize.py").write_text(textwrap.dedent(code))
-    return {"env": {**os.environ, "PYTHONPATH": str(folder)}}
-
-
-def test_a_driver_killed_as_it_publishes(stand_in, tmp_path):
-    flags = f"--algo {stand_in}/trainer.py --env Known --agents 2 --total-steps 200 --period 100"
-    root = tmp_path / "publishing"
-    for name, after, number in (
-        ("rename", False, 1),
-        ("rename", True, 1),  # published, but the journal does not know
-        ("fsync", False, 3),
-        ("fsync", True, 4),
-        ("unlink", False, 2),
-    ):
-        code = KILL_AT.format(name=name, after=after, number=number)
-        drive("generations", root, flags, code=-9, **sabotaged(tmp_path, code))
-    drive("generations", root, flags)
-    assert_every_segment_counts_once(root)
-    assert len(agents(root)) == 4
-
-
 def test_fewer_cores_stop_the_weakest_and_more_start_them_again(stand_in, tmp_path):
     if CORES < 2:
         pytest.skip("needs two cores")
     root = tmp_path / "elastic"
     flags = f"--algos {stand_in}/trainer.py --env Known --agents 4 --total-steps 300 --period 100"
     flags += f" --segments 12 --cpus {CORES / 4}"
-    driver = begin("tournament", root, flags, "--sleep 2.5")
+    (stand_in / "hold").touch()
+    driver = begin("tournament", root, flags, "--hold 100")
     wait_for(lambda: len(journal(root, "published")) == 4, "the first agents")
-
-    def in_training() -> set[str]:
-        return {Path(f"/proc/{x}/cmdline").read_text() for x in processes_of(root, "trainer.py")}
-
-    wait_for(lambda: len(in_training()) == 4, "four in training")
+    wait_for(lambda: len(processes_of(root, "trainer.py")) == 4, "four in training")
     everything = os.sched_getaffinity(driver.pid)
     os.sched_setaffinity(driver.pid, sorted(everything)[: CORES // 2])
     wait_for(lambda: len(journal(root, "stopped")) == 4 - int(CORES // 2 / (CORES / 4)), "stops")
     stopped = {line["id"] for line in journal(root, "stopped")}
     parents = agents(root)
-    intents = {x.stem: json.loads(x.read_text()) for x in (root / "flight").glob("*.json")}
-    scores = {name: parents[intent["parent"]].score for name, intent in intents.items()}
-    others = scores.keys() - stopped
-    if len(scores) == 4:  # none has ended meanwhile
-        assert max(scores[x] for x in stopped) <= min(scores[x] for x in others)
+    flights = {x.stem: json.loads(x.read_text()) for x in (root / "flight").glob("*.json")}
+    scores = {name: parents[flight["parent"]].score for name, flight in flights.items()}
+    assert max(scores[x] for x in stopped) <= min(scores[x] for x in scores.keys() - stopped)
     os.sched_setaffinity(driver.pid, everything)
+    wait_for(lambda: len(processes_of(root, "trainer.py")) == 4, "four in training again")
+    (stand_in / "hold").unlink()
     finish(driver, root)
     assert len(agents(root)) == 12
     assert stopped <= agents(root).keys(), "a segment that was stopped was lost"
     assert_every_segment_counts_once(root)
 
 
-def test_a_damaged_member_is_left_out(stand_in, tmp_path):
+def test_what_is_damaged_is_left_out(stand_in, tmp_path):
     root = tmp_path / "damaged"
     flags = f"--algo {stand_in}/trainer.py --env Known --agents 4 --total-steps 400 --period 100"
-    driver = begin("generations", root, flags, "--sleep 0.2")
-    wait_for(lambda: len(journal(root, "published")) >= 8, "two generations")
-    driver.kill()
-    driver.wait()
-    begun = {json.loads(x.read_text())["parent"] for x in (root / "flight").glob("*.json")}
-    second = [x for x in agents(root).values() if x.generation == 2]
+    flags += f" --cpus {CORES / 4}"
+    (stand_in / "hold").touch()
+    driver = begin("generations", root, flags, "--hold 200")
+    wait_for(lambda: len(list((root / "flight").glob("*/run0"))) == 4 and
+             len(journal(root, "published")) == 8, "the third generation")  # fmt: skip
+    kill(driver, root)
+    (stand_in / "hold").unlink()
     first = [x for x in agents(root).values() if x.generation == 1]
-    best = max(second, key=lambda x: x.score)
+    best = max((x for x in agents(root).values() if x.generation == 2), key=lambda x: x.score)
     (root / "agents" / first[0].id / "agent.json").write_text("{")
     damaged = root / "agents" / best.id / "checkpoint.pt"
     damaged.write_bytes(damaged.read_bytes()[:-50])
+    torn, *_ = sorted((root / "flight").glob("*.json"))
+    torn.write_text("")
     for folder in (root / "flight").glob("0*/"):
         shutil.rmtree(folder)  # so that they begin by reading the damaged one
-    said = drive("generations", root, flags, "--sleep 0.2")
+    said = drive("generations", root, flags, "--hold 200")
     corrupt = {line["id"] for line in journal(root, "corrupt")}
-    assert corrupt == {first[0].id, best.id} or (corrupt == {first[0].id} and not begun)
+    assert corrupt == {first[0].id, best.id}
     assert f"{root / 'agents' / first[0].id} is damaged" in said
-    living = [x for x in agents_but(root, corrupt) if x.generation == 4]
-    assert len(living) == 4
+    for name in corrupt - {best.id}:
+        shutil.rmtree(root / "agents" / name)
+    living = [x for x in agents(root).values() if x.generation > 2]
+    assert len(living) == 8
     assert all(x.parent not in corrupt for x in living)
-
-
-def agents_but(root: Path, corrupt: set[str]) -> list[Agent]:
-    folders = [x for x in sorted((root / "agents").iterdir()) if x.name not in corrupt]
-    return [Agent(**json.loads((x / "agent.json").read_text())) for x in folders]
 
 
 def test_nan_is_journalled_and_replaced_and_never_ranked(stand_in, tmp_path):
@@ -521,23 +526,19 @@ def test_nan_is_journalled_and_replaced_and_never_ranked(stand_in, tmp_path):
     assert logs == {line["id"] for line in failed}
 
 
-FULL = """
-    import os, sys
-    fsync = os.fsync
-    def fails(file):
-        if os.readlink(f"/proc/self/fd/{file}").endswith("journal.jsonl"):
-            if os.fstat(file).st_size > 300:
-                raise OSError(28, "No space left on device")
-        fsync(file)
-    os.fsync = fails
-"""
-
-
 def test_a_full_disk_is_one_sentence_and_the_same_command_goes_on(stand_in, tmp_path):
-    root = tmp_path / "full"
+    root, fsync = tmp_path / "full", os.fsync
     flags = f"--algo {stand_in}/trainer.py --env Known --agents 2 --total-steps 300 --period 100"
-    said = drive("generations", root, flags, code=1, **sabotaged(tmp_path, FULL))
-    assert said.strip().splitlines()[-1].startswith(f"--root {root}: No space left on device; the")
+
+    def full(file: int) -> None:
+        name = os.readlink(f"/proc/self/fd/{file}")
+        if name.endswith("journal.jsonl") and os.fstat(file).st_size > 300:
+            raise OSError(28, "No space left on device")
+        fsync(file)
+
+    said = f"--root {root}: No space left on device; the same command goes on"
+    with mock.patch.object(os, "fsync", full), pytest.raises(UserError, match=said):
+        drive("generations", root, flags)
     assert 1 <= len(agents(root)) < 6
     drive("generations", root, flags)
     assert_every_segment_counts_once(root)
@@ -547,49 +548,66 @@ def test_a_full_disk_is_one_sentence_and_the_same_command_goes_on(stand_in, tmp_
 def test_ctrl_c_stops_and_the_same_command_goes_on(stand_in, tmp_path):
     root = tmp_path / "stopped"
     flags = f"--algo {stand_in}/trainer.py --env Known --agents 2 --total-steps 300 --period 100"
-    driver = begin("generations", root, flags, "--sleep 0.5")
-    wait_for(lambda: journal(root, "published"), "an agent")
+    (stand_in / "hold").touch()
+    driver = begin("generations", root, flags, "--hold 100")
+    wait_for(lambda: len(processes_of(root, "trainer.py")) == min(2, CORES)
+             and len(journal(root, "published")) == 2, "the second generation")  # fmt: skip
+    with pytest.raises(UserError, match=f"--root {root}: another process works in it"):
+        drive("generations", root, flags, "--hold 100")
     driver.send_signal(signal.SIGINT)
     assert "The same command goes on." in finish(driver, root, -signal.SIGINT)
     assert not processes_of(root)
-    drive("generations", root, flags, "--sleep 0.5")
+    (stand_in / "hold").unlink()
+    text = (root / "journal.jsonl").read_text()  # as if the computer had been off for a year
+    (root / "journal.jsonl").write_text(re.sub(r'"time": (\d)', r'"time": 1', text))
+    said = drive("generations", root, flags, "--hold 100")
     assert_every_segment_counts_once(root)
+    assert re.search(r"after 0m\d\ds; about 0m\d\ds left", said)
 
 
 # Errors, and what segments cost.
 
 
-def test_mistakes_are_one_sentence(stand_in, tmp_path):
+def test_mistakes_are_one_sentence(stand_in, tmp_path, capsys):
     root, known = tmp_path / "root", f"--algo {stand_in}/trainer.py --env Known --agents 1"
     known += " --total-steps 100 --period 100"
     drive("generations", root, known)
-
-    def fails(flags: str, said: str, words: str = "", folder: Path = root, **options) -> None:
-        folder.with_suffix(".out").unlink(missing_ok=True)
-        text = drive("generations", folder, flags, words, 1, **options).strip()
-        assert said in text and "\n" not in text, text
-
     new = tmp_path / "new"
-    fails(f"{known} --seed 5", f"--seed was 0 when {root} began and is now 5")
-    fails(known, "what follows -- was [] when", "--gamma 0.5")
-    fails("--algo nonsense", "the algorithm is nonsense, but", folder=new)
-    fails("--algo play", "is not a script that trains", folder=new)
-    fails("--agents 0", "--agents is 0; allowed is at least 1", folder=new)
-    fails("--eval-episodes 1", "--eval-episodes is 1; allowed is from 2", folder=new)
-    fails("--perturb speed", "--perturb is speed, but ppo.py has no such number", folder=new)
-    fails("", "--total-steps stands after --, but generations.py has", "--total-steps 5", new)
-    fails("--cpus 1000", "--cpus is 1000 and --gpus 0; this machine has no room", folder=new)
-    fails(f"{known} --replay 7", "--replay is 7, but")
-    no_ray = sabotaged(tmp_path, "import sys\nsys.modules['ray'] = None")
-    fails("--cluster auto", '--cluster is auto, which needs Ray: pip install -e ".[cluster]"',
-          folder=new, **no_ray)  # fmt: skip
-    said = drive("generations", tmp_path / "x", known, "--sleep nonsense", code=1)
-    assert "generation 1 failed: exit status 1: ValueError: could not convert string to" in said
 
+    def fails(flags: str, said: str, words: str = "", folder=new, program="generations") -> None:
+        with pytest.raises(UserError, match=re.escape(said)):
+            drive(program, folder, flags, words)
+        assert folder is not new or not new.exists()
 
-def test_words_after_two_dashes_are_for_the_script():
-    assert split_words(["--agents", "2"]) == (["--agents", "2"], [])
-    assert split_words(["--agents", "2", "--", "--num-envs", "8"])[1] == ["--num-envs", "8"]
+    fails(f"{known} --seed 5", f"--seed was 0 when {root} began and is now 5", "", root)
+    fails(known, "what follows -- was [] when", "--gamma 0.5", root)
+    fails(f"{known} --replay 7", "--replay is 7, but", "", root)
+    fails("--algo nonsense", "the algorithm is nonsense, but")
+    fails("--algo play", "is not a script that trains")
+    fails("--agents 0", "--agents is 0; allowed is at least 1")
+    fails("--fuse 0", "--fuse is 0; allowed is from 1 to 100")
+    fails("--slow 0", "--slow is 0; allowed is at least 1")
+    fails("--survivors 2", "--survivors is 2.0; allowed is from 0 to 1")
+    fails("--k 0", "--k is 0; allowed is at least 1", program="tournament")
+    fails("--cpus 0", "--cpus is 0.0; allowed is at least 0.01")
+    fails("--total-steps 5 --period 6", "--period is 6; allowed is from 0 to 5")
+    fails("--eval-episodes 1", "--eval-episodes is 1; allowed is from 2")
+    fails("--perturb speed", "--perturb is speed, but ppo.py has no such number")
+    fails("", "--total-steps stands after --, but the population sets it", "--total-steps 5")
+    fails(known, "--gamma is 7.0; allowed is from 0 to 1", "--gamma 7")
+    fails("--cpus 1000", "--cpus is 1000 and --gpus 0; this machine has no room")
+    with mock.patch.dict(sys.modules, ray=None):
+        advice = 'pip install -e ".[cluster]"'
+        fails("--cluster auto", f"--cluster is auto, which needs Ray: {advice}")
+    with pytest.raises(SystemExit, match="2"):
+        drive("tournament", new, "--algos ppo sac --env Known", "--epochs 3")
+    assert "--epochs" in (said := capsys.readouterr().err) and "sac.py" in said
+    why = "losses/policy is nan at step 0: training stopped"
+    said = f"generation 1 failed: exit status 1: {why}; mend it, and begin with another --root"
+    fails(known, said, "--fails 100", tmp_path / "failing")
+    said = f"the first three segments failed, see {tmp_path}/third/failed: exit status 1: {why}"
+    known = known.replace("--algo ", "--algos ").replace("agents 1", "agents 4")
+    fails(known, said, "--fails 100", tmp_path / "third", "tournament")
 
 
 def test_segments_are_started_killed_and_chained_here(tmp_path):
@@ -609,18 +627,3 @@ def test_segments_are_started_killed_and_chained_here(tmp_path):
     assert pool.wait(0.01) == {} and not (tmp_path / "a.txt").exists()
     pool.close()
     assert not processes_of(tmp_path)
-    with pytest.raises(UserError, match="needs Ray"):
-        without_ray()
-
-
-def without_ray() -> None:
-    from algos.worker_learner import segments
-
-    before = sys.modules.get("ray")
-    sys.modules["ray"] = None
-    try:
-        segments.connect("auto", 1, 0, 1)
-    finally:
-        del sys.modules["ray"]
-        if before is not None:
-            sys.modules["ray"] = before

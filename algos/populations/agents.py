@@ -1,6 +1,5 @@
-"""What an agent of a population is: its record, its run folder, the commands; the journal."""
+"""What an agent of a population is: its record, its run folder, its commands; the command line."""
 
-import contextlib
 import dataclasses
 import importlib.util
 import json
@@ -10,22 +9,28 @@ import shutil
 import statistics
 import subprocess
 import sys
-import time
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
+import tyro
 
 import vec_envs
 from algos.worker_learner import files
-from algos.worker_learner.arguments import UserError, flag
+from algos.worker_learner.arguments import (
+    RUN_LIMITS,
+    UserError,
+    check_args,
+    flag,
+    say_in_one_sentence,
+)
 
 ALGOS = Path(__file__).parent.parent
+PROGRAMS = "play", "generations", "tournament"  # of ALGOS, that train nothing themselves
+OURS = "--env", "--total-steps", "--seed", "--run-dir", "--resume", "--pause-at"
 SCORE = 2**30  # first seed of the episodes that score an agent; training has seeds below 2²⁹
-MAY_DIFFER = {"root", "cluster", "cpus", "gpus", "replay"}  # when the same command goes on
 FRESH = 3 * 2**29  # first seed of those that score the winner again
 
 
@@ -62,9 +67,10 @@ class PopulationArgs:
 
 
 LIMITS = {
-    **dict.fromkeys(("total_steps", "agents"), (1, None)),
+    **dict.fromkeys(("total_steps", "agents", "slow", "k"), (1, None)),
+    **dict.fromkeys(("survivors", "fresh"), (0, 1)),
     **{"seed": (0, 2**31 - 1), "cpus": (0.01, None), "eval_episodes": (2, 10_000)},
-    **{"pause_at": (1, None), "fuse": (1, 100)},
+    "fuse": (1, 100),
 }
 
 
@@ -94,47 +100,19 @@ def is_better(one: Agent, other: Agent) -> bool:
     return one.score - other.score > math.hypot(one.error, other.error)
 
 
-class Journal:
-    """journal.jsonl: what happened to a population. Raises OSError, UserError."""
-
-    def __init__(self, path: Path):
-        text = path.read_text() if path.exists() else ""
-        if text and not text.endswith("\n"):  # torn: nothing was done that it would say
-            text = text[: text.rfind("\n") + 1]
-            files.save(text, path)
-        try:
-            self.lines = [json.loads(line) for line in text.splitlines()]
-        except ValueError as error:
-            raise UserError(f"{path} is damaged ({error}); mend or remove that line") from None
-        self._file = open(path, "a")
-
-    def note(self, event: str, **facts: Any) -> None:
-        """Add a line, and wait until it is on the disk."""
-        line = {"time": time.time(), "event": event, **facts}
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self.lines.append(line)
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):  # what a full disk has left in the buffer
-            self._file.close()
+def read_agent(path: Path) -> Agent:
+    """What `save_agent` wrote. Raises ValueError if that is damaged, OSError if it is not there."""
+    try:
+        return Agent(**json.loads(path.read_text()))
+    except TypeError as error:
+        raise ValueError(error) from None
 
 
-def check_settings(root: Path, args: PopulationArgs, more: dict[str, Any]) -> None:
-    """settings.json, written once; UserError where a command that goes on has other flags."""
-    path = root / "settings.json"
-    now = {k: v for k, v in dataclasses.asdict(args).items() if k not in MAY_DIFFER} | more
-    if not path.exists():
-        return files.save(json.dumps(now, indent=2) + "\n", path)
-    before = json.loads(path.read_text())
-    for name in [name for name in now if before.get(name) != now[name]]:
-        what = "what follows --" if name == "words" else flag(name)
-        was = f"{before.get(name)} when {root} began and is now {now[name]}"
-        raise UserError(f"{what} was {was}; keep it, or name another --root")
+def save_agent(agent: Agent, path: Path) -> None:
+    files.save(json.dumps(dataclasses.asdict(agent), indent=2) + "\n", path)
 
 
-# Changing run folders.
+# Run folders.
 
 
 def descend(parent: Path, folder: Path, flags: dict[str, float], seed: int) -> None:
@@ -147,18 +125,16 @@ def descend(parent: Path, folder: Path, flags: dict[str, float], seed: int) -> N
     if content is None:
         raise ValueError(f"{parent / 'checkpoint.pt'} is damaged ({wrong})")
     started = json.loads((parent / "args.json").read_text())
-    ratio = flags.get("learning_rate", 1) / started["args"].get("learning_rate", 1)
-    for entry in content.values():
-        for group in entry.get("param_groups", ()) if isinstance(entry, dict) else ():
-            group["lr"] *= ratio if "learning_rate" in flags else 1
-    generator = torch.Generator().manual_seed(seed)
-    content["run"]["random"] = [generator.get_state()]
+    if "learning_rate" in flags:
+        ratio = flags["learning_rate"] / started["args"]["learning_rate"]
+        for entry in content.values():
+            for group in entry.get("param_groups", ()) if isinstance(entry, dict) else ():
+                group["lr"] *= ratio
+    content["run"]["random"] = [torch.Generator().manual_seed(seed).get_state()]
     content |= {"workers": {}, "pending_evaluations": []}
     started["args"] |= {**flags, "seed": seed, "run_dir": str(folder), "pause_at": 0}
-    temporary = folder.with_name(f"{folder.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
     left = shutil.ignore_patterns("checkpoint*", "best.pt", "last.pt", "agent.json", "*.png")
-    shutil.copytree(parent, temporary, ignore=left)
+    temporary = _copy(parent, folder, left)
     torch.save(content, temporary / "checkpoint.pt")
     (temporary / "args.json").write_text(json.dumps(started, indent=2) + "\n")
     temporary.rename(folder)
@@ -178,12 +154,18 @@ def fuse(runs: list[Path], folder: Path) -> None:
     for key in averaged:
         contents[0][key] = _mean([content[key] for content in contents])
     policies[0]["agent"] = _mean([policy["agent"] for policy in policies])
-    temporary = folder.with_name(f"{folder.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    shutil.copytree(runs[0], temporary, ignore=shutil.ignore_patterns("*.pt"))
+    temporary = _copy(runs[0], folder, shutil.ignore_patterns("*.pt"))
     files.save(contents[0], temporary / "checkpoint.pt")
     files.save(policies[0], temporary / "last.pt")
     temporary.rename(folder)
+
+
+def _copy(run: Path, folder: Path, left: Any) -> Path:
+    """A copy without what is `left`, beside `folder`, whose name it gets when it is complete."""
+    temporary = folder.with_name(f"{folder.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    shutil.copytree(run, temporary, ignore=left)
+    return temporary
 
 
 def _mean(things: list[Any]) -> Any:
@@ -211,32 +193,22 @@ def scaled(value: float, factor: float, limits: tuple | None) -> float:
 # The commands of a segment, and what they print.
 
 
-def hyperparameters(algo: str, args: PopulationArgs, words: list[str]) -> dict[str, float]:
-    """What differs by agent, with the script's own values for --env, or those in `words`."""
-    if args.same_hyperparameters:
-        return {}
-    script, found = load_script(algo), {}
-    defaults = script.Args(**script.TUNED.get(vec_envs.base_name(args.env), {}))
-    for name in args.perturb:
-        value = getattr(defaults, name, None)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise UserError(f"--perturb is {name}, but {script.__name__}.py has no such number")
-        if flag(name) in words:
-            value = type(value)(words[words.index(flag(name)) + 1])
-        found[name] = value
-    return found
-
-
-def first_flags(args: PopulationArgs) -> list[str]:
-    """The flags with which training begins; later segments have them from args.json."""
-    threads = str(max(1, int(args.cpus)))
-    words = ["--env", args.env, "--total-steps", str(args.total_steps)]
-    words += ["--env-threads", threads, "--torch-threads", threads]
-    return [*words, "--eval-every", "0", "--eval-episodes", "1"]  # play.py scores it instead
+def training(agent: Agent, args: PopulationArgs, words: list[str], run: Path, seed: int) -> tuple:
+    """The command that trains an agent in a run folder; one that is there already goes on."""
+    command = [sys.executable, str(script_path(agent.script)), "--run-dir", str(run)]
+    command += ["--pause-at", str(agent.pause_at)]
+    if not agent.parent:  # later segments have these from args.json
+        threads = str(max(1, int(args.cpus)))
+        command += ["--env", args.env, "--total-steps", str(args.total_steps)]
+        command += ["--env-threads", threads, "--torch-threads", threads]
+        command += ["--eval-every", "0", "--eval-episodes", "1"]  # play.py scores it instead
+        command += ["--seed", str(seed), *words]
+        command += [word for name, x in agent.flags.items() for word in (flag(name), str(x))]
+    return command, f"{run}.out"
 
 
 def scoring(agent: Agent, run: Path, folder: Path, first_seed: int, episodes: int) -> tuple:
-    """The command that writes score.json: play.py, which is beside the script."""
+    """The command that writes score.json into a folder: play.py, which is beside the script."""
     script = script_path(agent.script).with_name("play.py")
     words = [sys.executable, str(script), str(run), "--checkpoint", "last", "--json"]
     words += ["--episodes", str(episodes), "--seed", str(first_seed + agent.seed)]
@@ -254,6 +226,13 @@ def read_score(path: Path) -> dict[str, Any] | None:
     return facts | {"step": content["step"]}
 
 
+def last_line(folder: Path) -> str:
+    """Of the log that was written last."""
+    logs = sorted(folder.glob("*.log"), key=os.path.getmtime)
+    lines = logs[-1].read_text(errors="replace").strip().splitlines() if logs else []
+    return lines[-1][-300:] if lines else ""
+
+
 def commit() -> str:
     """The commit of this tree, marked where files differ from it; empty without git."""
     command = ["git", "-C", ALGOS, "describe", "--always", "--abbrev=10", "--dirty", "--exclude=*"]
@@ -263,26 +242,22 @@ def commit() -> str:
         return ""
 
 
-def last_line(folder: Path) -> str:
-    """Of the log that was written last."""
-    logs = sorted(folder.glob("*.log"), key=os.path.getmtime)
-    lines = logs[-1].read_text(errors="replace").strip().splitlines() if logs else []
-    return lines[-1][-300:] if lines else ""
-
-
-def sync(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    os.fsync(handle)
-    os.close(handle)
-
-
 # Scripts and the command line.
+
+
+def parse(args_class: type[PopulationArgs]) -> tuple[PopulationArgs, list[str]]:
+    """The command line before --, and the words after it, which are flags for the scripts."""
+    sys.excepthook = say_in_one_sentence
+    words = [*sys.argv[1:], "--"]
+    at = words.index("--")
+    args = tyro.cli(args_class, args=words[:at], config=(tyro.conf.FlagCreatePairsOff,))
+    return args, words[at + 1 : -1]
 
 
 def script_path(algo: str) -> Path:
     """algos/{algo}.py, or the path of a script."""
     path = Path(algo) if algo.endswith(".py") else ALGOS / f"{algo}.py"
-    if not path.is_file() or path.stem in ("play", "generations", "tournament"):
+    if not path.is_file() or path.stem in PROGRAMS:
         raise UserError(f"the algorithm is {algo}, but {path} is not a script that trains")
     return path.resolve()
 
@@ -295,8 +270,25 @@ def load_script(algo: str) -> ModuleType:
     return module
 
 
-def split_words(words: Iterable[str]) -> tuple[list[str], list[str]]:
-    """The command line before and after --."""
-    words = [*words, "--"]
-    at = words.index("--")
-    return words[:at], words[at + 1 : -1]
+def hyperparameters(
+    algo: str, args: PopulationArgs, words: list[str]
+) -> dict[str, tuple[float, tuple]]:
+    """{what differs by agent: (the first agent's value, its limits)}
+
+    The value is the script's own for --env, unless `words` have another. Words that the script
+    does not take end this program as they would end the script.
+    """
+    script = load_script(algo)
+    limits = {**RUN_LIMITS, **script.LIMITS}
+    defaults = script.Args(**script.TUNED.get(vec_envs.base_name(args.env), {}))
+    given = tyro.cli(script.Args, prog=f"{script.__name__}.py", args=words, default=defaults)
+    check_args(given, limits)
+    if refused := [word for word in words if word.split("=")[0].replace("_", "-") in OURS]:
+        raise UserError(f"{refused[0]} stands after --, but the population sets it itself")
+    found = {}
+    for name in [name.replace("-", "_") for name in args.perturb if not args.same_hyperparameters]:
+        value = getattr(given, name, None)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise UserError(f"--perturb is {name}, but {script.__name__}.py has no such number")
+        found[name] = value, limits.get(name, (0, None))
+    return found

@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from algos.populations.agents import ALGOS, Agent
 from algos.worker_learner import files
-from algos.worker_learner.agents import ALGOS, Agent
 from algos.worker_learner.arguments import command_line
 
 SHOWN = 12  # agents in the table
@@ -28,22 +28,21 @@ def table(population: Any) -> str:
     for agent in population.ranked()[:SHOWN]:
         score = f"{agent.score:9.1f} ± {agent.error:<8.1f} {agent.step:9}"
         line = f"{agent.id:>6} {Path(agent.script).stem:12} {score}"
-        line += f" {_duration(now - agent.published)} {agent.parent or '-':>6}"
+        line += f" {_duration(now - agent.published):>7} {agent.parent or '-':>6}"
         lines.append(line + "".join(f"  {k} {x:g}" for k, x in agent.flags.items()))
     for name, part in population.running:
         with contextlib.suppress(OSError):  # it has not begun
             host = (population.root / "flight" / name / "host").read_text().strip()
             until = population.flights[name].pause_at
             lines.append(f"{name:>6} part {part} to step {until} on {host}")
+    failed = len(population.journal.of("failed"))
     waiting = len(population.parts()) - len(population.running)
-    failed = sum(line["event"] == "failed" for line in population.journal.lines)
-    seconds = max(1e-9, now - population.began)
-    left, done = "", population.count - len(population.flights)
-    if done and population.expected:
-        left = _duration(seconds / done * max(0, population.expected - done)).strip()
-        left = f"; about {left} left"
-    counts = f"{len(population.agents)} agents, {failed} failed, {waiting} waiting"
-    return "\n".join([*lines, f"{counts}; after {_duration(seconds).strip()}{left}"])
+    text = f"{len(population.agents)} agents, {failed} failed, {waiting} waiting"
+    seconds, done = now - population.began, population.done - population.done_before
+    if done:  # since this driver began
+        left = seconds / done * max(0, population.expected - population.done)
+        text += f"; after {_duration(seconds)}; about {_duration(left)} left"
+    return "\n".join([*lines, text])
 
 
 def write_lineage(population: Any) -> None:
@@ -56,30 +55,30 @@ def write_lineage(population: Any) -> None:
     files.quietly("lineage.csv", files.save, text.getvalue(), population.root / "lineage.csv")
 
 
-def plot_descent(population: Any, title: str) -> None:
+def plot_descent(population: Any) -> None:
     """descent.png: each agent a point, a line to its parent; by steps, and by time."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         return
-    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    figure, agents = Figure(figsize=(11, 4.5), layout="constrained"), population.agents
     winners = {agent.id for agent in population.lineage(population.best())}
-    for axis, label in zip(figure.subplots(1, 2, sharey=True), ("steps", "minutes"), strict=True):
-
-        def place(agent: Agent, label: str = label) -> tuple[float, float]:
-            minutes = (agent.published - population.began) / 60
-            return agent.step if label == "steps" else minutes, agent.score
-
-        for agent in population.agents.values():
-            colour, width = ("C1", 2.0) if agent.id in winners else ("C0", 0.6)
-            if parent := population.agents.get(agent.parent):
-                ends = zip(place(parent), place(agent), strict=True)
+    began = population.journal.lines[0]["time"]
+    steps = {name: agent.step for name, agent in agents.items()}
+    minutes = {name: (agent.published - began) / 60 for name, agent in agents.items()}
+    places = {"steps": steps, "minutes": minutes}
+    for axis, (label, x) in zip(figure.subplots(1, 2, sharey=True), places.items(), strict=True):
+        for name, agent in agents.items():
+            colour, width = ("C1", 2.0) if name in winners else ("C0", 0.6)
+            if parent := agents.get(agent.parent):
+                ends = (x[parent.id], x[name]), (parent.score, agent.score)
                 axis.plot(*ends, color=colour, linewidth=width, zorder=1)
             how = {"fmt": "o", "ms": 3, "color": colour, "elinewidth": 0.6}
-            axis.errorbar(*place(agent), agent.error, **how)
+            axis.errorbar(x[name], agent.score, agent.error, **how)
         axis.set_xlabel(label)
     figure.axes[0].set_ylabel("score: mean return ± standard error")
-    figure.suptitle(f"{title}; in orange the descent of the best")
+    title = f"{population.program} on {population.args.env}; in orange the descent of the best"
+    figure.suptitle(title)
     figure.savefig(population.root / "descent.png", dpi=110)
 
 
@@ -104,4 +103,4 @@ def summary(population: Any, winner: Agent, again: dict[str, Any]) -> str:
 
 def _duration(seconds: float) -> str:
     hours, rest = divmod(int(seconds), 3600)
-    return f"{hours:3}h{rest // 60:02}m" if hours else f"{rest // 60:3}m{rest % 60:02}s"
+    return f"{hours}h{rest // 60:02}m" if hours else f"{rest // 60}m{rest % 60:02}s"

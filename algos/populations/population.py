@@ -1,18 +1,4 @@
-"""The folder of a population, which generations.py and tournament.py share.
-
-    agents/ID/          a run folder after its segment, with agent.json; never changed again
-    flight/ID.json      an agent to be: written before its segment is started
-    flight/ID/          its run folders, until one rename publishes the agent
-    journal.jsonl       what happened: one object a line, each forced to the disk
-    settings.json       the flags that all began with
-    best/               the policy with the best score, for play.py
-    lineage.csv, descent.png    views, made anew from agents/
-
-What is true is in the first four; a driver that is killed anywhere goes on from them. An agent that
-descends from another goes on where that one ended, with other random numbers, and perhaps other
-hyper-parameters. Its score is the mean return over episodes by seeds from 2³⁰ on; runs have seeds
-below 2²⁹.
-"""
+"""A population: agents that are published, agents to be, and the segments that train them."""
 
 import contextlib
 import dataclasses
@@ -29,31 +15,30 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from algos.worker_learner import files, leaderboard, segments
-from algos.worker_learner.agents import (
+from algos.populations import leaderboard
+from algos.populations.agents import (
     FRESH,
     LIMITS,
     SCORE,
     Agent,
-    Journal,
     PopulationArgs,
-    check_settings,
     commit,
     descend,
-    first_flags,
     fuse,
     hyperparameters,
     last_line,
-    load_script,
+    read_agent,
     read_score,
+    save_agent,
     scaled,
     scoring,
-    script_path,
-    sync,
+    training,
 )
+from algos.populations.journal import Journal
+from algos.worker_learner import files, segments
 from algos.worker_learner.arguments import UserError, check_args, flag, tell, warn
 
-OURS = "--env", "--total-steps", "--seed", "--run-dir", "--resume", "--pause-at"
+MAY_DIFFER = {"root", "cluster", "cpus", "gpus", "replay"}  # when the same command goes on
 KILLED = -signal.SIGKILL, 128 + signal.SIGKILL, -signal.SIGTERM, 128 + signal.SIGTERM
 MAX_RESTARTS = 3  # of a segment that was killed
 
@@ -66,84 +51,92 @@ class Population:
     """
 
     def __init__(self, args: PopulationArgs, algos: list[str], words: list[str], program: str):
-        check_args(args, LIMITS)
+        check_args(args, {**LIMITS, "period": (0, args.total_steps)})
         self.args, self.algos, self.words, self.program = args, algos, words, program
         self.period = args.period or max(1, args.total_steps // 10)
         self.root = Path(args.root or f"runs/{program}__{args.env.replace('/', '-')}")
-        if refused := [word for word in words if word.split("=")[0].replace("_", "-") in OURS]:
-            raise UserError(f"{refused[0]} stands after --, but {program}.py has one of its own")
-        self.starts = {algo: hyperparameters(algo, args, words) for algo in algos}
-        self.limits = {algo: getattr(load_script(algo), "LIMITS", {}) for algo in algos}
-        self.agents: dict[str, Agent] = {}
-        self.flights: dict[str, Agent] = {}
-        try:
-            for name in ("agents", "flight", "best", "failed"):
-                (self.root / name).mkdir(parents=True, exist_ok=True)
-            self._lock()
-            check_settings(self.root, args, {"algos": algos, "words": words})
-            self.journal = Journal(self.root / "journal.jsonl")
-            self._read()
-        except OSError as error:
-            raise self.cannot_write(error) from None
-        names = {*self.agents, *self.flights, *(line.get("id", "") for line in self.journal.lines)}
-        self.count = max((int(name) + 1 for name in names if name), default=0)  # segments begun
-        self.began = self.journal.lines[0]["time"] if self.journal.lines else time.time()
-        self.commit = commit()
-        self.running: list[tuple[str, str]] = []  # (agent, part): "0" ... of its runs, or "score"
-        self._done: dict[str, set[str]] = {}
-        self._restarts: dict[str, int] = {}
-        self._failed_at_first: list[str] = []
-        self.expected = 0  # segments in all, which a program says for the time left
-        self._shown = self._viewed = 0.0
+        self.hyperparameters = {algo: hyperparameters(algo, args, words) for algo in algos}
         self.pool = segments.connect(args.cluster, args.cpus, args.gpus, args.agents)
         if args.cluster == "none" and not self.pool.slots():
             needs = f"--cpus is {args.cpus:g} and --gpus {args.gpus:g}"
             raise UserError(f"{needs}; this machine has no room for a single run")
+        self.agents: dict[str, Agent] = {}
+        self.flights: dict[str, Agent] = {}
+        self.running: list[tuple[str, str]] = []  # (agent, part): "0" ... of its runs, or "score"
+        self.commit = commit()
+        self._trained: dict[str, set[str]] = {}  # the parts of an agent that have ended
+        self._restarts: dict[str, int] = {}
+        try:
+            self._open()
+        except OSError as error:
+            raise self.cannot_write(error) from None
+        names = {*self.agents, *self.flights, *(line.get("id", "") for line in self.journal.lines)}
+        self.count = max((int(name) + 1 for name in names if name), default=0)  # segments begun
+        self.expected = 0  # segments in all, which a program says for the time left
+        self.began, self.done_before = time.time(), self.done
+        self._shown = 0.0
 
-    def _lock(self) -> None:
+    def _open(self) -> None:
+        """Lock the folder and read it; what a killed driver left half done is finished."""
+        for name in ("agents", "flight", "best", "failed"):
+            (self.root / name).mkdir(parents=True, exist_ok=True)
         try:
             files.lock(self.root)
         except UserError:
             raise UserError(f"--root {self.root}: another process works in it") from None
-
-    def cannot_write(self, error: OSError) -> UserError:
-        why = error.strerror or error
-        return UserError(f"--root {self.root}: {why}; the same command goes on when that is mended")
-
-    def _read(self) -> None:
-        """What agents/ and flight/ hold; what a killed driver left half done is finished."""
-        corrupt = {line["id"] for line in self.journal.lines if line["event"] == "corrupt"}
-        published = {line["id"] for line in self.journal.lines if line["event"] == "published"}
+        self._check_settings()
+        self.journal = Journal(self.root / "journal.jsonl")
+        corrupt = {line["id"] for line in self.journal.of("corrupt")}
+        published = {line["id"] for line in self.journal.of("published")}
         for folder in sorted((self.root / "agents").iterdir()):
             try:
-                agent = Agent(**json.loads((folder / "agent.json").read_text()))
-            except (OSError, ValueError, TypeError) as error:
+                agent = read_agent(folder / "agent.json")
+            except (OSError, ValueError) as error:
                 if folder.name not in corrupt:
                     self._corrupt(folder.name, f"agent.json: {error}")
                 continue
             if agent.id not in corrupt:
                 self.agents[agent.id] = agent
                 if agent.id not in published:
-                    facts = {"score": agent.score, "error": agent.error}
-                    self.journal.note("published", id=agent.id, **facts)
-        gone = "failed", "orphaned"
-        ended = {line["id"] for line in self.journal.lines if line["event"] in gone}
+                    self._note_published(agent)
+        ended = {line["id"] for line in self.journal.of("failed", "orphaned")}
         for path in sorted((self.root / "flight").glob("*.json")):
-            agent = Agent(**json.loads(path.read_text()))
-            if agent.id in ended or (self.root / "agents" / agent.id).exists():
-                path.unlink()
-            else:
-                self.flights[agent.id] = agent
+            with contextlib.suppress(ValueError):  # torn, as the machine lost power
+                agent = read_agent(path)
+                if agent.id not in ended and not (self.root / "agents" / agent.id).exists():
+                    self.flights[agent.id] = agent
+                    continue
+            path.unlink()
         for folder in (self.root / "flight").iterdir():
             if folder.is_dir() and folder.name not in self.flights:
                 shutil.rmtree(folder)
 
+    def _check_settings(self) -> None:
+        """settings.json, written once; UserError where a command that goes on has other flags."""
+        path, now = self.root / "settings.json", dataclasses.asdict(self.args)
+        now = {name: value for name, value in now.items() if name not in MAY_DIFFER}
+        now |= {"algos": self.algos, "words": self.words}
+        if not path.exists():
+            return files.save(json.dumps(now, indent=2) + "\n", path)
+        before = json.loads(path.read_text())
+        for name in [name for name in now if before.get(name) != now[name]]:
+            what = "what follows --" if name == "words" else flag(name)
+            was = f"{before.get(name)} when {self.root} began and is now {now[name]}"
+            raise UserError(f"{what} was {was}; keep it, or name another --root")
+
+    def cannot_write(self, error: OSError) -> UserError:
+        why = error.strerror or error
+        return UserError(f"--root {self.root}: {why}; the same command goes on when that is mended")
+
     def _corrupt(self, name: str, why: str) -> None:
         warn(f"{self.root / 'agents' / name} is damaged ({why}); it is left out.")
         self.agents.pop(name, None)
-        self.journal.note("corrupt", id=name, why=str(why))
+        self.journal.note("corrupt", id=name, why=why)
 
-    # Agents: new ones, their segments, their end.
+    def _note_published(self, agent: Agent) -> None:
+        self.journal.note("published", id=agent.id, score=agent.score, error=agent.error)
+
+    # Agents to be.
 
     def random(self, *about: Any) -> random.Random:
         """A generator that depends on --seed and on what it is for, not on what happened before."""
@@ -151,27 +144,29 @@ class Population:
 
     def fresh(self, algo: str, **more: Any) -> Agent:
         """A new agent from the beginning; its hyper-parameters are 1/2 to 2 times the script's."""
-        draw, flags = self.random("fresh", self.count), self.starts[algo]
+        flags = {name: value for name, (value, _) in self.hyperparameters[algo].items()}
         if self.count:  # the first one has the script's own
+            draw = self.random("fresh", self.count)
             flags = self._scaled(algo, flags, lambda: 2 ** draw.uniform(-1, 1))
         return self.begin(self._agent("", algo, flags, self.period, more))
 
     def child(self, parent: Agent, perturbed: bool, **more: Any) -> Agent:
         """A new agent that goes on where `parent` ended, for one period."""
-        flags, draw = parent.flags, self.random("child", self.count)
+        flags = parent.flags
         if perturbed:
+            draw = self.random("child", self.count)
             flags = self._scaled(parent.script, flags, lambda: draw.choice((0.8, 1.25)))
         end = (parent.step // self.period + 1) * self.period
         return self.begin(self._agent(parent.id, parent.script, flags, end, more))
+
+    def _scaled(self, algo: str, flags: dict[str, float], factor: Callable) -> dict[str, float]:
+        known = self.hyperparameters[algo]
+        return {name: scaled(x, factor(), known[name][1]) for name, x in flags.items()}
 
     def _agent(self, parent: str, algo: str, flags: dict, end: int, more: dict) -> Agent:
         end = end if end + self.period <= self.args.total_steps else self.args.total_steps
         seed = self.random("seed", self.count).randrange(2**29)
         return Agent(f"{self.count:05}", parent, algo, flags, seed, end, **more)
-
-    def _scaled(self, algo: str, flags: dict[str, float], factor: Callable) -> dict[str, float]:
-        limits = self.limits[algo]
-        return {name: scaled(x, factor(), limits.get(name)) for name, x in flags.items()}
 
     def begin(self, agent: Agent) -> Agent:
         """Write down that this agent is to be trained; `work` does it."""
@@ -183,14 +178,15 @@ class Population:
         self.count = max(self.count, int(agent.id) + 1)
         return agent
 
+    # Their segments.
+
     def work(self) -> None:
         """Start what there is room for, stop the weakest where there is not, wait for one event."""
         slots = self.pool.slots()
         order = sorted(self.parts(), key=lambda part: (-self._parent_score(part[0]), part))
         while len(self.running) > slots:
             weakest = max(self.running, key=order.index)
-            self.pool.stop("/".join(weakest))
-            self.running.remove(weakest)
+            self._stop(weakest)
             self.journal.note("stopped", id=weakest[0], part=weakest[1])
         for part in order:
             if len(self.running) < slots and part not in self.running and part[0] in self.flights:
@@ -210,27 +206,21 @@ class Population:
             if (self.root / "flight" / name / "fused").exists():
                 parts.append((name, "score"))
             else:
-                done = self._done.get(name, ())
+                done = self._trained.get(name, ())
                 parts += [(name, str(k)) for k in range(agent.fuse) if str(k) not in done]
         return parts
 
     def _start(self, name: str, part: str) -> None:
         agent, folder = self.flights[name], self.root / "flight" / name
         folder.mkdir(exist_ok=True)
-        if part == "score":
-            commands = [scoring(agent, folder / "fused", folder, SCORE, self.args.eval_episodes)]
-        else:
-            run, seed = folder / f"run{part}", (agent.seed + 7919 * int(part)) % 2**29
-            words = [sys.executable, str(script_path(agent.script)), "--run-dir", str(run)]
-            words += ["--pause-at", str(agent.pause_at)]
-            if not agent.parent:
-                words += [*first_flags(self.args), "--seed", str(seed), *self.words]
-                words += [word for k, x in agent.flags.items() for word in (flag(k), str(x))]
-            elif not run.exists() and not self._descend(agent, run, seed):
+        run, commands = folder / ("fused" if part == "score" else f"run{part}"), []
+        if part != "score":
+            seed = (agent.seed + 7919 * int(part)) % 2**29
+            if agent.parent and not run.exists() and not self._descend(agent, run, seed):
                 return
-            commands = [(words, str(folder / f"run{part}.out"))]
-            if agent.fuse == 1:
-                commands.append(scoring(agent, run, folder, SCORE, self.args.eval_episodes))
+            commands.append(training(agent, self.args, self.words, run, seed))
+        if part == "score" or agent.fuse == 1:
+            commands.append(scoring(agent, run, folder, SCORE, self.args.eval_episodes))
         self.pool.start(f"{name}/{part}", commands)
         self.running.append((name, part))
 
@@ -242,9 +232,7 @@ class Population:
                 return True
             except (ValueError, FileNotFoundError, KeyError) as error:
                 self._corrupt(agent.parent, str(error))
-        self._stop_parts(agent.id)
-        self.journal.note("orphaned", id=agent.id, parent=agent.parent)
-        self._leave(agent.id)
+        self._leave(agent.id, "orphaned", parent=agent.parent)
         return False
 
     def _ended(self, name: str, part: str, status: int) -> None:
@@ -257,53 +245,59 @@ class Population:
             if self._restarts[name] <= MAX_RESTARTS:
                 return self.journal.note("killed", id=name, part=part)  # `work` starts it again
         if status not in segments.GOOD:
-            return self._fail(name, f"exit status {status}: {last_line(folder)}")
-        self._done.setdefault(name, set()).add(part)
+            return self._fail(agent, f"exit status {status}: {last_line(folder)}")
+        self._trained.setdefault(name, set()).add(part)
         if agent.fuse > 1 and part != "score":
-            if len(self._done[name]) == agent.fuse:
+            if len(self._trained[name]) == agent.fuse:
                 fuse([folder / f"run{k}" for k in range(agent.fuse)], folder / "fused")
             return None
-        run = folder / ("fused" if agent.fuse > 1 else "run0")
         facts = read_score(folder / "score.json")
         if facts is None:
-            return self._fail(name, "its returns are not finite")
+            return self._fail(agent, "its returns are not finite")
+        run = folder / ("fused" if agent.fuse > 1 else "run0")
         return self._publish(dataclasses.replace(agent, **facts, published=time.time()), run)
 
     def _publish(self, agent: Agent, run: Path) -> None:
         (run / "checkpoint.prev.pt").unlink(missing_ok=True)
-        files.save(json.dumps(dataclasses.asdict(agent), indent=2) + "\n", run / "agent.json")
+        save_agent(agent, run / "agent.json")
         os.rename(run, self.root / "agents" / agent.id)
-        sync(self.root / "agents")
-        self.journal.note("published", id=agent.id, score=agent.score, error=agent.error)
         self.agents[agent.id] = agent
+        self._note_published(agent)
         self._leave(agent.id)
         if agent is self.best():
             leaderboard.copy_best(self, agent)
 
-    def _fail(self, name: str, why: str) -> None:
+    def _fail(self, agent: Agent, why: str) -> None:
         """Journalled, never ranked. UserError where nothing but failures has come so far."""
-        agent, folder = self.flights[name], self.root / "flight" / name
-        self._stop_parts(name)
-        for log in folder.glob("*.log"):
+        for log in (self.root / "flight" / agent.id).glob("*.log"):
             if os.strerror(errno.ENOSPC) in log.read_text(errors="replace"):  # not its own fault
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            os.replace(log, self.root / "failed" / f"{name}.{log.name}")
+            os.replace(log, self.root / "failed" / f"{agent.id}.{log.name}")
         facts = {"generation": agent.generation, "member": agent.member, "flags": agent.flags}
-        self.journal.note("failed", id=name, parent=agent.parent, why=why, **facts)
-        self._leave(name)
-        self._failed_at_first.append(why)
-        if not self.agents and len(self._failed_at_first) >= 3:
+        self._leave(agent.id, "failed", parent=agent.parent, why=why, **facts)
+        if not self.agents and len(self.journal.of("failed")) >= 3:
             raise UserError(f"the first three segments failed, see {self.root}/failed: {why}")
 
-    def _stop_parts(self, name: str) -> None:
+    def _leave(self, name: str, event: str = "", **facts: Any) -> None:
+        """An agent is not to be any more: it is published, or what `event` says."""
         for part in [part for part in self.running if part[0] == name]:
-            self.pool.stop("/".join(part))
-            self.running.remove(part)
-
-    def _leave(self, name: str) -> None:
+            self._stop(part)
+        if event:
+            self.journal.note(event, id=name, **facts)
         (self.root / "flight" / f"{name}.json").unlink()
         shutil.rmtree(self.root / "flight" / name, ignore_errors=True)
         del self.flights[name]
+
+    def _stop(self, part: tuple[str, str]) -> None:
+        self.pool.stop("/".join(part))
+        self.running.remove(part)
+
+    # What they are worth.
+
+    @property
+    def done(self) -> int:
+        """Segments that have ended."""
+        return self.count - len(self.flights)
 
     def ranked(self) -> list[Agent]:
         """All published agents, the best first."""
@@ -320,44 +314,51 @@ class Population:
         return chain
 
     def show(self, now: bool = False) -> None:
-        """The leaderboard, at most once a second on a terminal and once a minute elsewhere."""
-        clock, tty = time.time(), sys.stdout.isatty()
-        if now or clock - self._viewed > 10:
-            self._viewed = clock
+        """The leaderboard, once a second on a terminal and once a minute elsewhere."""
+        tty = sys.stdout.isatty()
+        if now or time.time() - self._shown > (1 if tty else 60):
+            self._shown = time.time()
             leaderboard.write_lineage(self)
-        if now or clock - self._shown > (1 if tty else 60):
-            self._shown = clock
             tell(("\x1b[H\x1b[J" if tty else "") + leaderboard.table(self))
 
-    def finish(self) -> Agent:
+    def finish(self) -> None:
         """Score the best agent again on fresh seeds; best/, lineage.csv, descent.png, a summary."""
         winner = self.best()
         if winner is None:
             raise UserError(f"{self.root}: no agent was published; see {self.root / 'failed'}")
-        again = [x for x in self.journal.lines if x["event"] == "rescored" and x["id"] == winner.id]
+        again = [line for line in self.journal.of("rescored") if line["id"] == winner.id]
         if not again:
-            folder = self.root / "flight" / "again"
+            folder, episodes = self.root / "flight" / "again", max(100, self.args.eval_episodes)
+            run = self.root / "agents" / winner.id
             folder.mkdir(exist_ok=True)
-            episodes, run = max(100, self.args.eval_episodes), self.root / "agents" / winner.id
             self.pool.start("again", [scoring(winner, run, folder, FRESH, episodes)])
             while not (ended := self.pool.wait(1.0)):
                 pass
             facts = None if ended["again"] else read_score(folder / "score.json")
             if facts is None:
-                raise UserError(f"{run} could not be scored again; the same command tries it again")
+                why = f"{last_line(folder)}; the same command tries it again"
+                raise UserError(f"the best agent, {winner.id}, could not be scored again: {why}")
             self.journal.note("rescored", id=winner.id, **facts)
             again = [facts]
         leaderboard.copy_best(self, winner)
         self.show(now=True)
-        title = f"{self.program} on {self.args.env}"
-        files.quietly("descent.png", leaderboard.plot_descent, self, title)
+        files.quietly("descent.png", leaderboard.plot_descent, self)
         tell(leaderboard.summary(self, winner, again[-1]))
-        return winner
 
     def close(self, gently: bool = False) -> None:
         self.pool.close(gently)
         self.journal.close()
         files.unlock(self.root)
+
+
+def run(population: Population, train: Callable[[Population, Any], None]) -> None:
+    """`train` a population and score its winner again, or --replay an agent; then close it."""
+    with _ending(population):
+        if population.args.replay:
+            tell(f"Trained again: {replay(population, population.args.replay)}")
+        else:
+            train(population, population.args)
+            population.finish()
 
 
 def replay(population: Population, name: str) -> Path:
@@ -370,7 +371,7 @@ def replay(population: Population, name: str) -> Path:
     args = dataclasses.replace(population.args, root=str(population.root / "replay" / name))
     again = Population(args, population.algos, population.words, population.program)
     again.expected = len(chain)
-    with ending(again):
+    with _ending(again):
         for agent in chain:
             if agent.id not in {*again.agents, *again.flights}:
                 again.begin(agent)
@@ -383,7 +384,7 @@ def replay(population: Population, name: str) -> Path:
 
 
 @contextlib.contextmanager
-def ending(population: Population) -> Iterator[None]:
+def _ending(population: Population) -> Iterator[None]:
     """Close at the end; at Ctrl-C let the runs save first, and say how to go on."""
     try:
         yield
@@ -391,9 +392,7 @@ def ending(population: Population) -> Iterator[None]:
         tell("\nStopping: running segments save their checkpoints. The same command goes on.")
         population.close(gently=True)
         raise
-    except BaseException as error:
+    except OSError as error:
+        raise population.cannot_write(error) from None
+    finally:
         population.close()
-        if isinstance(error, OSError):
-            raise population.cannot_write(error) from None
-        raise
-    population.close()

@@ -1,0 +1,41 @@
+"""journal.jsonl: what happened to a population."""
+
+import contextlib
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from algos.worker_learner import files
+from algos.worker_learner.arguments import UserError
+
+
+class Journal:
+    """What is in journal.jsonl, and what is added. Raises UserError if it is damaged, OSError."""
+
+    def __init__(self, path: Path):
+        text = path.read_text() if path.exists() else ""
+        if text and not text.endswith("\n"):  # torn: nothing was done that it would say
+            text = text[: text.rfind("\n") + 1]
+            files.save(text, path)
+        try:
+            self.lines = [json.loads(line) for line in text.splitlines()]
+        except ValueError as error:
+            raise UserError(f"{path} is damaged ({error}); mend or remove that line") from None
+        self._file = open(path, "a")
+
+    def note(self, event: str, **facts: Any) -> None:
+        """Add a line, and wait until it is on the disk."""
+        line = {"time": time.time(), "event": event, **facts}
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self.lines.append(line)
+
+    def of(self, *events: str) -> list[dict[str, Any]]:
+        return [line for line in self.lines if line["event"] in events]
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # what a full disk has left in the buffer
+            self._file.close()
