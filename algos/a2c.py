@@ -12,8 +12,9 @@ synchronous form. With the advantage Â_t and the return R_t = Â_t + V(s_t),
 A rollout is used once and thrown away; ppo.py takes many steps on it. What the paper does not have:
 - all environments step together, and one gradient is of all (the paper: asynchronous threads);
 - Â_t is by `gae`; the paper's n-step return is the case λ = 1;
-- observations and rewards are divided by running statistics, saved with the agent, frozen at
-  evaluation and fixed within an iteration;
+- observations are normalised, rewards divided by the deviation of their return, by running
+  statistics, and both cut at ±10; the statistics are saved with the agent, frozen at evaluation
+  and fixed within an iteration;
 - a truncated episode bootstraps from the value of its true last observation (`gae`);
 - orthogonal weights, a last layer of the actor near zero, σ a parameter that no state changes;
 - actor and critic share no layer, gradients are clipped to a norm, c_H is 0.
@@ -47,9 +48,7 @@ class Args(RunArgs):
     num_steps: int = 8
     """steps of each environment in a rollout"""
     learning_rate: float = 1e-3
-    """of RMSProp, for actor and critic"""
-    anneal: bool = True
-    """lower the learning rate linearly to zero"""
+    """of RMSProp, for actor and critic, annealed linearly to zero"""
     gamma: float = 0.99
     """γ, the discount factor"""
     gae_lambda: float = 0.95
@@ -207,7 +206,7 @@ def a2c_loss(agent: Agent, batch: dict[str, Tensor], args: Args) -> tuple[Tensor
 
 
 def update(agent: Agent, optimizer, rollout, a2c_loss, args: Args) -> dict[str, Tensor]:
-    """One gradient step on all of a rollout -> each logged quantity."""
+    """One gradient step by `a2c_loss`, perhaps compiled, on all of a rollout -> what to log."""
     batch = prepare(agent, rollout, args)
     # A single step: with the next weights the rollout would be another policy's.
     loss, losses = a2c_loss(agent, batch, args)
@@ -235,9 +234,8 @@ def train(args: Args) -> Result:
     step = run.start(agent=agent, optimizer=optimizer, workers=workers)
 
     while step < args.total_steps:
-        if args.anneal:
-            left = 1 - step / args.total_steps
-            optimizer.param_groups[0]["lr"] = args.learning_rate * left
+        left = 1 - step / args.total_steps
+        optimizer.param_groups[0]["lr"] = args.learning_rate * left
         rollout = workers.collect()
         step += args.num_steps * args.num_envs * run.world_size
         losses = update(agent, optimizer, rollout, loss_function, args)

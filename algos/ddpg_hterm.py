@@ -265,7 +265,7 @@ def train(args: Args) -> Result:
         actor_optimizer=actor_optimizer, workers=workers, replay=replay,
     )  # fmt: skip
 
-    window_shape = max(1, args.batch_size // args.hterm_length), args.hterm_length  # L, K
+    shape = max(1, args.batch_size // args.hterm_length), args.hterm_length  # B, K
     losses: dict[str, Tensor] = {}  # of the last update
     while step < args.total_steps:
         agent.warm_up.fill_(step < args.warmup_steps)
@@ -276,7 +276,7 @@ def train(args: Args) -> Result:
             coef = args.hterm_coef * (1 - before / args.total_steps)
             for _ in range(int(before * args.utd_ratio), int(step * args.utd_ratio)):
                 batch = replay.sample(args.batch_size)
-                windows = replay.windows(*window_shape, args.hterm_newest) if coef > 0 else None
+                windows = replay.windows(*shape, args.hterm_newest) if coef > 0 else None
                 losses = update(agent, target, optimizers, functions, batch, windows, coef, args)
 
         run.log_episodes(step, rollout)

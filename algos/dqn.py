@@ -13,7 +13,8 @@ What differs from the paper:
 - observations are vectors, normalised by running statistics, which are saved with the agent;
 - Q̄ moves a little after each update (`soft_update`), not all the way after every 10,000th;
 - Adam for RMSProp, its learning rate annealed to zero; the gradient is clipped to a norm;
-- eight environments collect; a truncated episode bootstraps from its true last observation;
+- eight environments collect; rewards are not clipped (paper: ±1), ε ends at 0.05 (0.1); a truncated
+  episode bootstraps from its true last observation;
 - with --n-step, r is the discounted sum of n rewards and γ is γⁿ, both cut at an episode's end,
   and what exploration did in between is not corrected for;
 - with --prioritized, transitions are drawn by their TD errors, and w in the loss makes up for it.

@@ -10,14 +10,16 @@ its own reward r^i: agents may cooperate or compete. With Q̄, μ̄ the slow tar
 
     python algos/maddpg.py --env SpeakerListener                      discrete actions
     python algos/maddpg.py --env SpreadContinuous                     continuous actions
-    python algos/maddpg.py --env pettingzoo:mpe2.simple_tag_v3        three hunt one
+    python algos/maddpg.py --env pettingzoo:mpe2.simple_tag_v3        three chase one
 
 Discrete actions are drawn by the straight-through Gumbel-softmax (Jang, Gu, Poole 2017,
 arXiv:1611.01144): one-hot forwards, the gradient of the softmax backwards; L(θ^i) then has 10⁻⁴
-times the mean squared logit besides, as in the authors' code. Continuous ones get normal noise.
-What differs from the paper: no ensembles and no inference of policies; rewards times 0.1; learning
-rates of 1e-3 (paper: 1e-2), annealed to zero; an update for 50 steps (100) of 64 environments; a
-truncated episode bootstraps from its true last observation; who has left it does not learn.
+times the mean squared logit besides (the authors' code: 10⁻³, of unscaled rewards). Continuous ones
+get normal noise. What differs from the paper: no ensembles and no inference of policies; rewards
+times 0.1; learning rates of 1e-3 (paper: 1e-2), annealed to zero; 64 environments and an update
+after every 50 steps (100); one gradient norm of all agents is clipped (the authors' code: each
+matrix's); a truncated episode bootstraps from its true last observation; an agent that has left its
+episode does not learn from it.
 """
 
 import copy
@@ -52,7 +54,7 @@ class Args(ReplayArgs):
     utd_ratio: float = 0.02
     """updates per environment step"""
     batch_size: int = 1024
-    """steps, of all agents, of one update"""
+    """environment steps of one update, each with all agents"""
     buffer_size: int = 200_000
     """environment steps in the replay buffer"""
     warmup_steps: int = 5000

@@ -105,7 +105,7 @@ class Agent(nn.Module):
         outputs = int(action_space.n) if self.discrete else action_space.shape[0]
         self.centralized_value = args.centralized_value
         self.available_in_obs = envs.available_in_obs
-        self.normalizer = Normalizer(agents * obs_dim)  # agents that differ have each their own
+        self.normalizer = Normalizer(agents * obs_dim)  # each agent's entries by themselves
         self.state_normalizer = Normalizer(envs.state_dim)
         self.return_statistics = Normalizer(1)
         self.actor = mlp(obs_dim + agents, args.hidden_size, outputs, last_gain=0.01)
@@ -137,7 +137,8 @@ class Agent(nn.Module):
     def available(self, obs: Tensor) -> Tensor:
         """The actions, or entries of an action, that there are now (..., A, outputs) bool."""
         mask = self.action_mask.expand(*obs.shape[:-1], -1)
-        return mask & (obs[..., -mask.shape[-1] :] > 0) if self.available_in_obs else mask
+        allowed = obs[..., -mask.shape[-1] :] > 0 if self.available_in_obs else mask
+        return mask & (allowed | ~allowed.any(-1, keepdim=True))  # all, once it has left
 
     def policy(self, obs: Tensor) -> Distribution:
         """π(·|o, i) for observations (..., A, obs_dim)."""
@@ -244,8 +245,7 @@ def mappo_loss(agent: Agent, batch: dict[str, Tensor], args: Args) -> tuple[Tens
     loss = loss - agent.entropy_coef * losses["entropy"]
     with torch.no_grad():
         ratio = log_ratio.exp()
-        kl = ratio - 1 - log_ratio  # Schulman's estimator, never < 0
-        losses["approx_kl"] = masked_mean(kl, alive)
+        losses["approx_kl"] = masked_mean(ratio - 1 - log_ratio, alive)  # Schulman's, never < 0
         losses["clip_fraction"] = masked_mean(((ratio - 1).abs() > args.clip).float(), alive)
     return loss, losses
 

@@ -1,6 +1,6 @@
 """Multi-agent TD3 (MATD3): maddpg.py with two critics per agent, the lower of which counts.
 
-Ackermann, Gabler, Osa, Sugiyama 2019, arXiv:1910.01465. As in td3.py,
+Ackermann, Gabler, Osa, Sugiyama 2019, arXiv:1910.01465. As in td3.py (no noise on discrete ã^i),
 
     y^i    = r^i + γ (1 − terminated) min_k Q̄^i_k( x', ã¹, …, ãᴬ ) ,   ã^i = μ̄^i(o'^i) + noise
     L(φ^i) = Σ_k E[ ( Q^i_k(x, a¹ … aᴬ) − y^i )² ]
@@ -44,7 +44,7 @@ class Args(ReplayArgs):
     utd_ratio: float = 0.02
     """updates per environment step"""
     batch_size: int = 1024
-    """steps, of all agents, of one update"""
+    """environment steps of one update, each with all agents"""
     buffer_size: int = 200_000
     """environment steps in the replay buffer"""
     warmup_steps: int = 5000

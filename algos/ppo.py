@@ -1,4 +1,4 @@
-"""Proximal policy optimisation (PPO): a2c.py plus epochs on each rollout, kept honest by a clip.
+"""Proximal policy optimisation (PPO): a2c.py plus epochs on each rollout, with a clipped ratio.
 
 Schulman, Wolski, Dhariwal, Radford, Klimov 2017, arXiv:1707.06347. With the probability ratio
 ρ_t(θ) = π_θ(a_t|s_t) / π_old(a_t|s_t), the advantage Â_t and the return R_t = Â_t + V_old(s_t),
@@ -10,13 +10,14 @@ Schulman, Wolski, Dhariwal, Radford, Klimov 2017, arXiv:1707.06347. With the pro
     python algos/ppo.py --env CartPole       discrete actions
 
 What differs from a2c.py: `policy_loss` has the ratio and the clip; `update` makes several epochs of
-minibatches; `adapt_learning_rate`. What the paper does not have, and most implementations do:
-- observations and rewards are divided by running statistics, saved with the agent, frozen at
-  evaluation and fixed within an iteration, so that π_old and π_θ see the same numbers;
+minibatches; `adapt_learning_rate`: the rate is annealed, as in the paper's Atari runs, or adapted
+to the KL divergence, as in its Roboschool runs. What the paper does not have:
+- observations are normalised, rewards divided by the deviation of their return, by running
+  statistics, and both cut at ±10; the statistics are saved with the agent, frozen at evaluation
+  and fixed within an iteration, so that π_old and π_θ see the same numbers;
 - advantages are normalised in each minibatch, gradients are clipped to a norm;
 - a truncated episode bootstraps from the value of its true last observation (`gae`);
-- orthogonal weights, a last layer of the actor near zero, σ a parameter that no state changes;
-- 64 environments, the learning rate annealed to zero or adapted to the KL divergence.
+- 64 environments; orthogonal weights, a last layer of the actor near zero.
 """
 
 import math
@@ -236,7 +237,7 @@ def ppo_loss(agent: Agent, batch: dict[str, Tensor], args: Args) -> tuple[Tensor
 
 
 def update(agent: Agent, optimizer, rollout, ppo_loss, args: Args) -> dict[str, Tensor]:
-    """Some epochs of minibatch gradient steps -> mean of each logged quantity."""
+    """Some epochs of minibatch gradient steps by `ppo_loss`, perhaps compiled -> logged means."""
     batch = prepare(agent, rollout, args)
     size, device = len(batch["obs"]), batch["obs"].device
     logged = []

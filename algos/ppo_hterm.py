@@ -2,21 +2,21 @@
 
 Liu & Fang 2020, "Quantum Tensor Networks for Variational RL", and Liu, Li, Wu, Wang 2023,
 "Stationary Deep RL with Quantum K-spin Hamiltonian Regularization", read minus the expected K-step
-return as an energy H(π) and raise the log-probability of remembered trajectories. R a λ-return:
+return as an energy H(π) and raise the log-probability of remembered trajectories. R from `gae`:
 
     memory   the last M rollouts; to each minibatch comes one of half the size, drawn from them
     L_H(θ) = − E[ w/w̄ σ̄² log π_θ(a|s) ] + 0.05 E[ (R − V_θ(s))² ],   w = min(exp Â, 3)
-    L(θ)   = L_PPO + λ L_H         Â = R − V_θ(s), with mean 0 and deviation 1 in the minibatch
+    L(θ)   = L_PPO + λ_H L_H       Â = R − V_θ(s), with mean 0 and deviation 1 in the minibatch
 
     python algos/ppo_hterm.py --env Ant
 
 L_H is advantage-weighted regression (AWR; Peng, Kumar, Zhang, Levine 2019, arXiv:1910.00177), akin
 to self-imitation (Oh, Guo, Singh, Lee 2018, arXiv:1806.05635). What differs from ppo.py:
-`remember`, `hamiltonian_term`, their part in `update`; actions are continuous, the learning rate is
-annealed. With λ = 0 the run is ppo.py's, bit for bit. What differs from AWR: PPO's loss beside it;
-w is at most 3 (paper: 20) and divided by its mean w̄; only the mean of the Gaussian learns, where
-σ̄², the mean of σ², makes L_H the regression ½ w ‖a − μ_θ(s)‖². R is of the present critic and
-reward scale; nothing else corrects for a transition's age.
+`remember`, `hamiltonian_term`, their part in `update`; only continuous actions, an annealed rate.
+With λ_H = 0 it is ppo.py's run with the same settings, bit for bit. What differs from AWR: PPO's
+loss beside it; Â is standardised (paper: over a temperature), w at most 3 (20) and over its mean;
+only the Gaussian's mean learns, where σ̄², the mean of σ², makes L_H the regression
+½ w ‖a − μ_θ(s)‖². R is of the present critic; nothing else corrects for a transition's age.
 """
 
 import math
@@ -65,7 +65,7 @@ class Args(RunArgs):
     initial_log_std: float = 0.0
     """logarithm of the first standard deviation, in units of half the action range"""
     hterm_coef: float = 0.5
-    """λ, weight of the H-term (0: ppo.py)"""
+    """λ_H, weight of the H-term (0: ppo.py)"""
     hterm_memory: int = 16
     """M, rollouts in the memory"""
 
@@ -77,7 +77,7 @@ LIMITS = {
     "initial_log_std": (-10, 10),
 }
 
-# What differs by environment: ppo.py's, but Ant's λ and Hopper's rate; a flag wins.
+# By environment: ppo.py's for MuJoCo, but Ant's λ_H and Hopper's rate; a flag wins.
 TUNED = {
     "Ant": dict(total_steps=2_500_000, num_steps=32, epochs=4, minibatch_size=1024,
                 learning_rate=1e-3, initial_log_std=-1.0, hterm_coef=0.1),
@@ -231,7 +231,7 @@ def remember(agent: Agent, memory: ReplayBuffer, args: Args) -> dict[str, Tensor
 def hamiltonian_term(agent: Agent, past: dict[str, Tensor], args: Args) -> Tensor:
     """− E[ w/w̄ σ̄² log π(a|s) ] + 0.05 E[ (R − V(s))² ],  w = min(exp Â, 3)
 
-    An action that is very unlikely by now, its log π 20 below the mean, − entropy, does not count.
+    An action whose log π is more than 20 below its mean, −H(π), has no gradient.
     """
     advantage = past["returns"] - agent.value(past["obs"])
     std, mean = std_mean_over_learners(advantage.detach())
@@ -280,7 +280,7 @@ def train(args: Args) -> Result:
     optimizer = torch.optim.Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True)
     loss_functions = run.compile(ppo_loss, hamiltonian_term)
     capacity = args.hterm_memory * args.num_steps * args.num_envs * run.world_size
-    memory = ReplayBuffer(run, workers.start(agent, args.num_steps), capacity)
+    memory = ReplayBuffer(run, workers.start(agent, args.num_steps), capacity, "--hterm-memory")
     step = run.start(agent=agent, optimizer=optimizer, workers=workers, memory=memory)
 
     while step < args.total_steps:

@@ -15,10 +15,10 @@ What differs from dqn.py:
 - `lambda_returns` carry the reward of a whole rollout back at once. Random actions do not cut them
   (Peng's Q(λ), not Watkins').
 - `update`: epochs on the newest rollout, as in ppo.py; RAdam, whose first steps are short.
-What differs from the paper, with its CartPole in brackets: 16 environments (32), 8 epochs (4), a
-learning rate of 3e-3 (1e-4), λ 0.9 (0.95), a last ε of 0.05 (0.2), rewards not scaled (0.1);
-observations are normalised by running statistics; a truncated episode bootstraps from its true
-last observation.
+What differs from the paper, with its CartPole in brackets: 16 environments (32) of 32 steps (64),
+layers of 128 (256), 8 epochs (4), a learning rate of 3e-3 (1e-4), λ 0.9 (0.95), ε to 0.05 (0.2) in
+half of the run (a fifth), rewards not scaled (0.1); observations are normalised by running
+statistics; a truncated episode bootstraps from its true last observation.
 """
 
 from dataclasses import dataclass

@@ -15,9 +15,10 @@ What differs from vdn.py:
 - `Mixer`: W₁, b₁, w₂ are linear functions of the state, b₂ has a hidden layer (hypernetworks); W₁
   and w₂ are their absolute values.
 - `collect` stores the state; `td_target` and `td_loss` give it to the mixing network.
-- All errors count alike: the mixing network needed no weights w_t.
+- All errors count alike: the mixing network needed no weights w_t. γ is 0.9 (0.95).
 What differs from the paper: what vdn.py names (there a GRU, which also sees the agent's last
-action, and episodes), and that the mixing network is initialised close to the sum plus A.
+action, and episodes); double Q-learning and λ-returns (paper: one step, max_a Q̄_tot); the mixing
+network is initialised close to the sum plus A.
 """
 
 import copy
@@ -48,11 +49,11 @@ class Args(ReplayArgs):
     env: str = "Spread"
     total_steps: int = 1_500_000
     num_steps: int = 25
-    """steps of each environment in a rollout, and in a stretch of a batch"""
+    """steps of each environment in a rollout, and in a window of a batch"""
     updates: int = 100
     """gradient steps after each rollout"""
     batch_size: int = 8
-    """stretches of one gradient step"""
+    """windows of one gradient step"""
     buffer_size: int = 50_000
     """environment steps in the replay buffer"""
     learning_rate: float = 1e-3
@@ -60,7 +61,7 @@ class Args(ReplayArgs):
     gamma: float = 0.9
     """γ, the discount factor"""
     tau: float = 0.01
-    """τ: how far the target network moves towards the other at each update"""
+    """τ: how far the target network moves towards the learned one at each update"""
     final_epsilon: float = 0.05
     """ε in the end: the probability that an agent's action is a random one"""
     exploration_fraction: float = 0.3
@@ -83,7 +84,7 @@ LIMITS = {
 # What differs by environment; a flag on the command line wins.
 TUNED = {}
 
-TD_LAMBDA = 0.5  # λ: 0 trusts the target network after one step, 1 the rewards of the stretch
+TD_LAMBDA = 0.5  # λ: 0 trusts the target network after one step, 1 the rewards of the window
 
 
 def mlp(inputs: int, hidden: int, outputs: int) -> nn.Sequential:
@@ -130,7 +131,7 @@ class Agent(nn.Module):
         self.network = mlp(obs_dim + agents, args.hidden_size, num_actions)
         self.state_normalizer = Normalizer(envs.state_dim)
         self.mixer = Mixer(agents, envs.state_dim, args.mixing_size)
-        self.register_buffer("identity", torch.eye(agents))
+        self.register_buffer("agent_id", torch.eye(agents))
         self.register_buffer("action_mask", envs.action_mask.clone())  # (A, num_actions)
         self.register_buffer("epsilon", torch.tensor(1.0))
 
@@ -146,7 +147,7 @@ class Agent(nn.Module):
     def values(self, obs: Tensor) -> Tensor:
         """Q_i of every action (..., A, num_actions), −10⁹ where it is not available."""
         x = self.normalizer(obs.flatten(-2)).view_as(obs)
-        x = torch.cat((x, self.identity.expand(*x.shape[:-1], -1)), -1)
+        x = torch.cat((x, self.agent_id.expand(*x.shape[:-1], -1)), -1)
         return self.network(x).masked_fill(~self.available(obs), -1e9)
 
 
@@ -181,7 +182,10 @@ def collect(agent: Agent, envs: vec_envs.VecEnv, rollout: dict[str, Tensor]) -> 
 
 
 def lambda_returns(reward, next_value, terminated, done, gamma: float) -> Tensor:
-    """y_t of the docstring, all (T, B); after the last step of a stretch λ = 0."""
+    """y_t = r_t + γ (1 − terminated_t) [ (1 − λ_t) V(o_{t+1}) + λ_t y_{t+1} ], all (T, B).
+
+    λ_t = λ (1 − done_t), and 0 at the last step of a window.
+    """
     returns, following = torch.empty_like(reward), next_value[-1]
     for t in reversed(range(len(reward))):
         trace = TD_LAMBDA * (~done[t]).to(reward)
@@ -197,7 +201,7 @@ def mix(agent: Agent, q: Tensor, state: Tensor) -> Tensor:
 
 @torch.no_grad()
 def td_target(agent: Agent, target: Agent, batch: dict[str, Tensor], args: Args) -> Tensor:
-    """y (T, B): the target network's value of the actions that the other one prefers."""
+    """y (T, B): the target network's value of the actions that the learned one prefers."""
     best = agent(batch["next_obs"]).unsqueeze(-1)
     next_q = target.values(batch["next_obs"]).gather(-1, best).squeeze(-1)  # (T, B, A)
     next_value = mix(target, next_q * batch["next_alive"], batch["next_state"])
@@ -206,7 +210,7 @@ def td_target(agent: Agent, target: Agent, batch: dict[str, Tensor], args: Args)
 
 
 def td_loss(agent: Agent, target: Agent, batch: dict, args: Args) -> tuple[Tensor, dict]:
-    """E[ ( Q_tot − y )² ] of some stretches (T, B, ...), and what to log of it."""
+    """E[ ( Q_tot − y )² ] of some windows (T, B, ...), and what to log of it."""
     q = agent.values(batch["obs"]).gather(-1, batch["action"].unsqueeze(-1)).squeeze(-1)
     value = mix(agent, q * batch["alive"], batch["state"])  # (T, B): who has left adds nothing
     error = value - td_target(agent, target, batch, args)

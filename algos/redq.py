@@ -193,7 +193,7 @@ def collect(agent: Agent, envs: vec_envs.VecEnv, rollout: dict[str, Tensor]) -> 
 
 
 def critic_loss(agent: Agent, target: Critics, batch: dict, args: Args) -> tuple[Tensor, Tensor]:
-    """Σ_i E[ ½ w ( Q_i(s, a) − y )² ] with importance weights w, and the TD errors (B,)."""
+    """Σ_i E[ ½ w ( Q_i(s, a) − y )² ] with importance weights w, and the mean |TD error| (B,)."""
     with torch.no_grad():
         next_action, next_log_prob = agent.actor.sample(batch["next_obs"])
         draw = mean_over_learners(torch.rand(args.ensemble_size, device=next_action.device))

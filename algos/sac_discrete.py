@@ -18,7 +18,8 @@ What differs from sac.py:
   falls from there (Xu et al. 2021, arXiv:2112.02852, lower it as well).
 What differs from the paper: this schedule; observations are vectors, normalised by running
 statistics; eight environments; learning rates annealed to zero; L(α) has log α in the place of α;
-with --exploration-length, actions are repeated (Acrobot's goal is hardly found without).
+with --exploration-length, actions are repeated (Acrobot's goal is hardly found without); with
+--n-step, r is the sum of n discounted rewards, without the entropies in between.
 """
 
 import copy
@@ -67,7 +68,7 @@ class Args(TransitionArgs):
     target_entropy: float = 0.3
     """H̄ in the end, as a part of log |A|, the entropy of a uniformly random action"""
     exploration_fraction: float = 0.2
-    """part of the run during which H̄ falls to it from the paper's 0.98"""
+    """part of the run during which H̄ falls from the paper's 0.98 to --target-entropy"""
     exploration_length: float = 1.0
     """L: for how many steps an action is taken, in the mean, where π is uniform (1: drawn anew)"""
     initial_temperature: float = 0.2
@@ -140,8 +141,8 @@ class Agent(nn.Module):
 def collect(agent: Agent, envs: vec_envs.VecEnv, rollout: dict[str, Tensor]) -> None:
     """T steps in every environment: actions drawn from π, or the last one once more.
 
-    This with probability (1 − 1/L) π(a_{t−1}|s) / max_a π(a|s): often where π leaves the choice
-    open, hardly where it does not.
+    The last one is repeated with probability (1 − 1/L) π(a_{t−1}|s) / max_a π(a|s): often where π
+    leaves the choice open, hardly where it does not.
     """
     for t in range(len(rollout["obs"])):
         obs, last_action = envs.obs, rollout["action"][t - 1]  # t = 0: of the rollout before
@@ -164,8 +165,8 @@ def collect(agent: Agent, envs: vec_envs.VecEnv, rollout: dict[str, Tensor]) -> 
 
 def target_entropy_at(step: int, args: Args) -> float:
     """H̄ / log |A|: from 0.98 linearly to its final value, and there it stays."""
-    progress = step / max(args.exploration_fraction * args.total_steps, 1)
-    return max(0.98 - (0.98 - args.target_entropy) * progress, args.target_entropy)
+    progress = min(step / max(args.exploration_fraction * args.total_steps, 1), 1)
+    return 0.98 - (0.98 - args.target_entropy) * progress
 
 
 def critic_loss(agent: Agent, target: Critics, batch: dict, args: Args) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ that drew it, m_j is 1 until an episode ends, V̄(s) = min_i Q̄_i(s, ã) − α
     δ_j = r_j − α log π(a_j|s_j) + γ (1 − terminated_j) V̄(s_{j+1}) − V̄(s_j)
     w_j = min( 1, exp Σ_{i≤j} log π(a_i|s_i)/b(a_i|s_i) )
     g_i = Σ_{j≥i} γ^j m_j w_j δ_j                       w, δ and g have no gradient
-    ĝ   = ( g − w Σmg / Σmw ) / rms(g)                  rms: root of a running mean square
+    ĝ   = h / rms(h),  h = g − w Σmg / Σmw              rms: root of a running mean square
     L_H = − (1/Σm) Σ m_i ĝ_i log π(a_i|s_i)
     L   = L(π) + λ L_H                  λ falls linearly to 0; λ ‖∇L_H‖ is at most ¼ ‖∇L(π)‖
 
@@ -291,7 +291,7 @@ def train(args: Args) -> Result:
         actor_optimizer=actor_optimizer, workers=workers, replay=replay,
     )  # fmt: skip
 
-    window_shape = max(1, args.batch_size // args.hterm_length), args.hterm_length  # L, K
+    shape = max(1, args.batch_size // args.hterm_length), args.hterm_length  # B, K
     losses: dict[str, Tensor] = {}  # of the last update
     while step < args.total_steps:
         agent.warm_up.fill_(step < args.warmup_steps)
@@ -302,7 +302,7 @@ def train(args: Args) -> Result:
             coef = args.hterm_coef * (1 - before / args.total_steps)
             for _ in range(int(before * args.utd_ratio), int(step * args.utd_ratio)):
                 batch = replay.sample(args.batch_size)
-                windows = replay.windows(*window_shape, args.hterm_newest) if coef > 0 else None
+                windows = replay.windows(*shape, args.hterm_newest) if coef > 0 else None
                 losses = update(agent, target, optimizers, functions, batch, windows, coef, args)
 
         run.log_episodes(step, rollout)

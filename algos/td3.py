@@ -14,9 +14,9 @@ What differs from ddpg.py, each against the overestimated values that the actor 
 - `Critics`, `critic_loss`: two critics, and the smaller of their target values.
 - `critic_loss`: noise on the target actor's action, so that a narrow peak of Q̄ counts less.
 - `update`: actor and target networks move after every d-th update of the critics.
-What differs from the paper: two layers of 256 (400 and 300), batches of 256 (100), 10,000 uniform
-steps in every environment (1000 in all but two), four environments collect, and a' is clipped to
-the action range (as in the authors' code).
+What differs from the paper: two layers of 256 (400 and 300), batches of 256 (100), 10,000 steps of
+uniform actions (1000 on all tasks but HalfCheetah and Ant), four environments collect, and a' is
+clipped to the action range (as in the authors' code).
 """
 
 import copy

@@ -171,7 +171,7 @@ def collect(agent: Agent, envs: vec_envs.VecEnv, rollout: dict[str, Tensor]) -> 
 def critic_loss(agent: Agent, target: Agent, batch: dict, args: Args) -> tuple[Tensor, Tensor]:
     """Σ_i E[ ½ w ( Q_i(s, a) − y )² ] with importance weights w, and the TD errors (B,)."""
     with torch.no_grad():
-        noise = (0.2 * torch.randn_like(batch["action"])).clamp(-0.5, 0.5)
+        noise = (0.2 * torch.randn_like(batch["action"])).clamp(-0.5, 0.5)  # σ̃, c
         next_action = (target.actor(batch["next_obs"]) + noise).clamp(-1, 1)
         next_value = torch.minimum(*target.critics(batch["next_obs"], next_action))
         y = batch["reward"] + batch["discount"] * ~batch["terminated"] * next_value
@@ -271,7 +271,7 @@ def train(args: Args) -> Result:
         actor_optimizer=actor_optimizer, workers=workers, replay=replay,
     )  # fmt: skip
 
-    shape = max(1, args.batch_size // args.hterm_length), args.hterm_length  # L, K
+    shape = max(1, args.batch_size // args.hterm_length), args.hterm_length  # B, K
     losses: dict[str, Tensor] = {}  # of the last update
     while step < args.total_steps:
         agent.warm_up.fill_(step < args.warmup_steps)

@@ -15,13 +15,13 @@ a* = argmax_a Q(o_{t+1}, a), the choice of double Q-learning,
 What differs from the paper:
 - feed-forward networks on the present observation, no LSTM; all agents share one network, which
   gets the agent's identity as an input; an action that is not available is never the best;
-- batches are stretches of `num_steps` steps, from wherever in the replay buffer, not episodes; an
-  episode that is truncated inside bootstraps from its true last observation;
+- batches are windows of `num_steps` steps, from wherever in the replay buffer, not episodes; an
+  episode that is truncated inside a window bootstraps from its true last observation;
 - rewards are divided by the standard deviation of the return, as it is when they are replayed, and
   cut at ±10; observations are normalised;
-- w_t: an error that lowers the value counts α times, α growing from 0.1 to 1 until half of the run
-  (Rashid, Farquhar, Peng, Whiteson 2020, arXiv:2006.10800): where a reward takes two agents, one
-  that does its part earns nothing while the other does not, and would unlearn it.
+- w_t: an error that lowers the value has the weight α (Rashid, Farquhar, Peng, Whiteson 2020,
+  arXiv:2006.10800), which grows from 0.1 to 1 in the first half of the run: where a reward needs
+  two agents, one that does its part alone earns nothing, and would unlearn it.
 """
 
 import copy
@@ -52,11 +52,11 @@ class Args(ReplayArgs):
     env: str = "Spread"
     total_steps: int = 2_000_000
     num_steps: int = 25
-    """steps of each environment in a rollout, and in a stretch of a batch"""
+    """steps of each environment in a rollout, and in a window of a batch"""
     updates: int = 100
     """gradient steps after each rollout"""
     batch_size: int = 8
-    """stretches of one gradient step"""
+    """windows of one gradient step"""
     buffer_size: int = 50_000
     """environment steps in the replay buffer"""
     learning_rate: float = 1e-3
@@ -64,7 +64,7 @@ class Args(ReplayArgs):
     gamma: float = 0.95
     """γ, the discount factor"""
     tau: float = 0.01
-    """τ: how far the target network moves towards the other at each update"""
+    """τ: how far the target network moves towards the learned one at each update"""
     lowering_weight: float = 0.1
     """α in the beginning: weight of errors that lower a value"""
     final_epsilon: float = 0.05
@@ -87,7 +87,7 @@ LIMITS = {
 # What differs by environment; a flag on the command line wins.
 TUNED = {}
 
-TD_LAMBDA = 0.5  # λ: 0 trusts the target network after one step, 1 the rewards of the stretch
+TD_LAMBDA = 0.5  # λ: 0 trusts the target network after one step, 1 the rewards of the window
 
 
 def mlp(inputs: int, hidden: int, outputs: int) -> nn.Sequential:
@@ -109,7 +109,7 @@ class Agent(nn.Module):
         self.normalizer = Normalizer(agents * obs_dim)  # each agent's entries by themselves
         self.reward_scaler = RewardScaler(args.num_envs, args.gamma)
         self.network = mlp(obs_dim + agents, args.hidden_size, num_actions)
-        self.register_buffer("identity", torch.eye(agents))
+        self.register_buffer("agent_id", torch.eye(agents))
         self.register_buffer("action_mask", envs.action_mask.clone())  # (A, num_actions)
         self.register_buffer("epsilon", torch.tensor(1.0))
         self.register_buffer("lowering_weight", torch.tensor(args.lowering_weight))  # α
@@ -126,7 +126,7 @@ class Agent(nn.Module):
     def values(self, obs: Tensor) -> Tensor:
         """Q_i of every action (..., A, num_actions), −10⁹ where it is not available."""
         x = self.normalizer(obs.flatten(-2)).view_as(obs)
-        x = torch.cat((x, self.identity.expand(*x.shape[:-1], -1)), -1)
+        x = torch.cat((x, self.agent_id.expand(*x.shape[:-1], -1)), -1)
         return self.network(x).masked_fill(~self.available(obs), -1e9)
 
 
@@ -159,7 +159,10 @@ def collect(agent: Agent, envs: vec_envs.VecEnv, rollout: dict[str, Tensor]) -> 
 
 
 def lambda_returns(reward, next_value, terminated, done, gamma: float) -> Tensor:
-    """y_t of the docstring, all (T, B); after the last step of a stretch λ = 0."""
+    """y_t = r_t + γ (1 − terminated_t) [ (1 − λ_t) V(o_{t+1}) + λ_t y_{t+1} ], all (T, B).
+
+    λ_t = λ (1 − done_t), and 0 at the last step of a window.
+    """
     returns, following = torch.empty_like(reward), next_value[-1]
     for t in reversed(range(len(reward))):
         trace = TD_LAMBDA * (~done[t]).to(reward)
@@ -175,7 +178,7 @@ def mix(q: Tensor) -> Tensor:
 
 @torch.no_grad()
 def td_target(agent: Agent, target: Agent, batch: dict[str, Tensor], args: Args) -> Tensor:
-    """y (T, B): the target network's value of the actions that the other one prefers."""
+    """y (T, B): the target network's value of the actions that the learned one prefers."""
     best = agent(batch["next_obs"]).unsqueeze(-1)
     next_q = target.values(batch["next_obs"]).gather(-1, best).squeeze(-1)  # (T, B, A)
     next_value = mix(next_q * batch["next_alive"])
@@ -184,7 +187,7 @@ def td_target(agent: Agent, target: Agent, batch: dict[str, Tensor], args: Args)
 
 
 def td_loss(agent: Agent, target: Agent, batch: dict, args: Args) -> tuple[Tensor, dict]:
-    """E[ w ( Q_tot − y )² ] of some stretches (T, B, ...), and what to log of it."""
+    """E[ w ( Q_tot − y )² ] of some windows (T, B, ...), and what to log of it."""
     q = agent.values(batch["obs"]).gather(-1, batch["action"].unsqueeze(-1)).squeeze(-1)
     value = mix(q * batch["alive"])  # (T, B): who has left adds nothing
     error = value - td_target(agent, target, batch, args)
@@ -202,7 +205,7 @@ def soft_update(target: nn.Module, network: nn.Module, tau: float) -> None:
 
 def update(agent: Agent, target: Agent, optimizer, td_loss, batch: dict, args: Args) -> dict:
     """One gradient step, one of the target network -> what to log."""
-    loss, losses = td_loss(agent, target, batch, args)
+    loss, losses = td_loss(agent, target, batch, args)  # compiled where --compile says so
     optimizer.zero_grad()
     loss.backward()
     average_gradients(agent)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 import vec_envs
-from algos.worker_learner import world_size
+from algos.worker_learner.learners import world_size
 
 OBS = gymnasium.spaces.Box(-np.inf, np.inf, (5,))
 BOX = gymnasium.spaces.Box(-2.0, 2.0, (3,))

@@ -336,6 +336,20 @@ def test_target_entropy_falls_linearly_and_stays():
     args = sac_discrete.Args(total_steps=1000, exploration_fraction=0.5, target_entropy=0.38)
     for step, entropy in ((0, 0.98), (250, 0.68), (500, 0.38), (900, 0.38)):
         assert sac_discrete.target_entropy_at(step, args) == pytest.approx(entropy)
+    args.target_entropy = 1.0  # above the 0.98 where it begins
+    assert sac_discrete.target_entropy_at(2000, args) == pytest.approx(1.0)
+
+
+def test_no_action_is_repeated_before_the_first_one():
+    """A rollout begins as zeros, and action 0 is one that nobody took."""
+    args = sac_discrete.Args(num_envs=300, exploration_length=1e9, compile="none", device="cpu")
+    run = SimpleNamespace(args=args, device=torch.device("cpu"), check_rollout=lambda _: None)
+    workers = Workers(run, sac_discrete.collect)
+    agent = sac_discrete.Agent(workers.observation_space, workers.action_space, args)
+    workers.start(agent, 1)
+    assert 75 < workers.collect()["action"].sum() < 225
+    first = workers.collect()["action"].clone()
+    assert (workers.collect()["action"] == first).float().mean() > 0.8  # from then on they are
 
 
 class Corridor:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from algos import ppo, ppo_hterm
+from algos.worker_learner import UserError
 
 OBS = gymnasium.spaces.Box(-np.inf, np.inf, (3,))
 BOX = gymnasium.spaces.Box(-1.0, 1.0, (2,))
@@ -75,6 +76,12 @@ class FakeRun:
 def make_memory(rollout, args):
     capacity = args.hterm_memory * rollout["done"].numel()
     return ppo_hterm.ReplayBuffer(FakeRun(args), rollout, capacity)
+
+
+def test_a_memory_that_does_not_fit_names_its_own_flag(tmp_path):
+    given = {"env": "Pendulum", "num_envs": 4, "compile": "none", "run_dir": str(tmp_path / "run")}
+    with pytest.raises(UserError, match=r"^--hterm-memory: .* transitions need .* a smaller one"):
+        ppo_hterm.train(ppo_hterm.Args(**given, hterm_memory=10**10, device="cpu"))
 
 
 def random_rollout(args):

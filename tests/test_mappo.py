@@ -107,6 +107,8 @@ def test_actions_an_agent_does_not_have_are_never_taken():
     assert available.tolist() == [own] * 500
     for actions in (agent(obs), agent.policy(obs).sample()):
         assert available.gather(-1, actions.unsqueeze(-1)).all()
+    left = torch.where(torch.arange(3).unsqueeze(1) == 1, 0.0, obs)  # none: any of its own will do
+    assert agent.available(left)[0].tolist() == [own[0], [True, True, False, False], own[2]]
     policy = agent.policy(obs)
     log_probs = [policy.log_prob(torch.full((500, 3), action)) for action in range(4)]
     log_probs = torch.stack(log_probs, -1)

@@ -718,6 +718,14 @@ def test_where_environments_start_anew_the_buffer_knows(where, tmp_path, monkeyp
     assert ("start new episodes" in capsys.readouterr().out) == anew
 
 
+def test_new_episodes_are_new_to_the_reward_scaler():
+    agent = ppo_hterm.Agent(OBS, BOX, ppo_hterm.Args(num_envs=2))
+    agent.reward_scaler(torch.ones(3, 2), torch.zeros(3, 2, dtype=torch.bool))
+    assert (agent.reward_scaler.discounted_return > 2).all()
+    Run.end_episodes(SimpleNamespace(_state={"agent": agent, "workers": object()}))
+    assert (agent.reward_scaler.discounted_return == 0).all()
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_action_spaces_that_do_not_fit(script, tmp_path, monkeypatch):
     run_dir = str(tmp_path / "run")

@@ -278,7 +278,7 @@ def test_without_save_replay_nothing_is_saved_and_a_resumed_run_says_so(capsys):
 def test_too_large_a_buffer_is_an_error_that_names_the_size(monkeypatch):
     empty = Stream().empty()
     row = 4 * (2 + 1 + 1 + 2 + 1) + 2
-    with pytest.raises(UserError, match=r"--buffer-size is 10{12}, .* needs 27939\.7 GiB"):
+    with pytest.raises(UserError, match=r"--buffer-size: 10{12} transitions need 27939\.7 GiB"):
         assert row == 30
         ReplayBuffer(fake_run(), empty, 10**12)
     with pytest.raises(UserError, match=r"--buffer-size is 3; allowed is at least 6"):
@@ -288,7 +288,7 @@ def test_too_large_a_buffer_is_an_error_that_names_the_size(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     ReplayBuffer(fake_run(), empty, 20_000_000)  # it stands there, but this run is alone
     monkeypatch.setattr(replay_module, "world_size", lambda: 2)  # a part each
-    with pytest.raises(UserError, match=r"--buffer-size is 40000000, which needs 1\.1 GiB"):
+    with pytest.raises(UserError, match=r"--buffer-size: 40000000 transitions need 1\.1 GiB"):
         ReplayBuffer(fake_run(), empty, 40_000_000)
 
 

@@ -31,7 +31,7 @@ import pytest
 import torch
 
 import vec_envs
-from algos import a2c, ppo
+from algos import ppo, sac
 from algos.worker_learner import Run, UserError, Workers, files, workers
 from algos.worker_learner.arguments import saved_args
 from algos.worker_learner.files import load_checked
@@ -706,11 +706,11 @@ def test_what_the_run_has_replaced_may_be_said_again(tmp_path, monkeypatch):
 
 
 def test_a_negated_flag_is_not_ignored_on_resume(tmp_path, monkeypatch):
-    saved = {"script": "a2c", "args": dataclasses.asdict(a2c.Args())}
+    saved = {"script": "sac", "args": dataclasses.asdict(sac.Args())}
     (tmp_path / "args.json").write_text(json.dumps(saved))
-    monkeypatch.setattr(sys, "argv", ["a2c.py", "--no-anneal"])
-    with pytest.raises(UserError, match="--anneal is False, but a resumed run has its own"):
-        saved_args(a2c.Args(resume=str(tmp_path), anneal=False), "a2c")
+    monkeypatch.setattr(sys, "argv", ["sac.py", "--no-save-replay"])
+    with pytest.raises(UserError, match="--save-replay is False, but a resumed run has its own"):
+        saved_args(sac.Args(resume=str(tmp_path), save_replay=False), "sac")
 
 
 @pytest.mark.parametrize(

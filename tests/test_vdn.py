@@ -276,7 +276,7 @@ def test_rewards_are_scaled_when_they_are_used(script):
         torch.testing.assert_close(y, batch["reward"].sum(-1) / (var + 1e-8) ** 0.5)
 
 
-def test_stretches_are_consecutive_steps_of_one_environment():
+def test_windows_are_consecutive_steps_of_one_environment():
     """Of what the replay buffer holds; a reward may have an axis for the agents."""
     steps, envs = torch.arange(3).view(3, 1), torch.arange(2)
     rollout = {name: torch.zeros(3, 2, A) for name in ("obs", "reward")}

@@ -2,11 +2,13 @@
 
     run = Run(args, __file__, LIMITS)
         checks the arguments, replaces every `auto`, joins the other learners, seeds torch
+    args = run.args
+        those of this learner, one of `run.world_size`
     workers = Workers(run, collect)
         makes the environments, here or in --num-workers processes
     agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
     rollout = workers.start(agent, args.num_steps)
-        starts the processes; `rollout` is zeros yet, tensors (num_steps, num_envs, ...)
+        starts the processes; `rollout` still holds zeros, tensors (num_steps, num_envs, ...)
     replay = ReplayBuffer(run, rollout, args.buffer_size)    # where the algorithm has one
     loss = run.compile(loss)
         the same function, compiled as --compile says
@@ -36,7 +38,6 @@ from algos.worker_learner.learners import (
     mean_over_learners,
     std_mean_over_learners,
     var_mean_over_learners,
-    world_size,
 )
 from algos.worker_learner.replay import ReplayBuffer
 from algos.worker_learner.run import Result, Run
@@ -44,4 +45,4 @@ from algos.worker_learner.workers import Workers
 
 __all__ = ["Normalizer", "ReplayArgs", "ReplayBuffer", "Result", "RewardScaler", "Run", "RunArgs"]
 __all__ += ["TransitionArgs", "UserError", "Workers", "average_gradients", "mean_over_learners"]
-__all__ += ["parse", "std_mean_over_learners", "var_mean_over_learners", "world_size"]
+__all__ += ["parse", "std_mean_over_learners", "var_mean_over_learners"]

@@ -48,13 +48,13 @@ class RunArgs:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """where networks and simulation run (auto: the GPU where there is one)"""
     env_device: Literal["same", "cpu", "cuda"] = "same"
-    """where environments simulate (same: where the networks are, if they can; workers: the CPU)"""
+    """where environments simulate (same: as the networks, if they can; in workers: the CPU)"""
     num_workers: int = 0
     """processes that collect (0: this one, right for GPU and MuJoCo environments)"""
     env_threads: int = 0
     """threads that step MuJoCo on a CPU (0: one a core, shared among the workers)"""
     torch_threads: int = 0
-    """threads of the learner's tensor operations on a CPU (0: all where that is faster)"""
+    """threads of the learner's tensor operations on a CPU (0: up to 8, where that is faster)"""
     run_dir: str = ""
     """folder of this run (empty: runs/{env}__{script}__{seed}__{time})"""
     resume: str = ""
@@ -72,7 +72,7 @@ class RunArgs:
     compile: Literal["auto", "none", "rollout", "default", "graphs"] = "auto"
     """torch.compile. rollout: of rollouts up to 16 steps where environments are tensor operations;
     default: of these and of the losses; graphs: with CUDA graphs (GPU only); auto: default on a
-    GPU, and on a CPU for many updates of narrow networks, else none"""
+    GPU, and on a CPU with a C++ compiler for 15,000 updates or more, else none"""
 
 
 @dataclass
@@ -90,7 +90,7 @@ class TransitionArgs(ReplayArgs):
     """What scripts share besides that sample single transitions from the replay buffer."""
 
     n_step: int = 1
-    """rewards summed before the target network's value is added (multi-step returns)"""
+    """rewards summed before the value of the state after them is added (multi-step returns)"""
     prioritized: bool = False
     """sample in proportion to the TD error (Schaul 2016) instead of uniformly"""
 
@@ -104,7 +104,7 @@ RUN_LIMITS = {
 # What N learners divide among themselves, where a script has it.
 SHARED = "num_envs", "num_workers", "minibatch_size", "batch_size"
 
-# What the machine decides when a run begins: who resumes it may say so again.
+# What a run replaces by its choice for the machine: --resume takes these beside what was chosen.
 AUTO = {"device": "auto", "env_device": "same", "num_envs": 0, "torch_threads": 0}
 AUTO |= {"compile": "auto"}
 

@@ -1,4 +1,5 @@
-"""How fast a run is: threads, compilation, memory. Nothing here changes more than rounding."""
+"""How fast a run is: threads, compilation, memory. What changes is rounding, and the random numbers
+of compiled rollouts and, on a GPU, of compiled losses."""
 
 import contextlib
 import ctypes
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from algos.worker_learner.arguments import UserError
+from algos.worker_learner.arguments import UserError, tell
 from vec_envs.core import available_cores
 
 WIDE = 256  # units of a layer from which on products of matrices take most of an update
@@ -32,21 +33,25 @@ def choose_compile(args: Any, device: str) -> str:
     if args.compile == "graphs" and device == "cpu":
         raise UserError("--compile is graphs, which needs --device cuda; use default")
     if args.compile != "none" and not compiler:
+        if args.resume:
+            tell("Not exact: there is no C++ compiler here; the run goes on without compilation.")
+            return "none"
         raise UserError(f"--compile is {args.compile}, which needs a C++ compiler; use none")
     return args.compile
 
 
 def gradient_steps(args: Any) -> float:
-    """How many a run makes: of a replay buffer's script, or of one with rollouts."""
+    """How many a run makes: of a script with --utd-ratio, or with so many after each rollout."""
     if hasattr(args, "utd_ratio"):
         return args.total_steps * args.utd_ratio
     rollout = args.num_steps * args.num_envs
     minibatches = -(-rollout // getattr(args, "minibatch_size", rollout))
-    return args.total_steps / rollout * getattr(args, "epochs", 1) * minibatches
+    passes = getattr(args, "epochs", getattr(args, "updates", 1))
+    return args.total_steps / rollout * passes * minibatches
 
 
 def choose_threads(args: Any) -> int:
-    """--torch-threads, and what 0 is here: all cores where they multiply matrices faster than one.
+    """--torch-threads, and what 0 is here: up to 8 where they multiply matrices faster than one.
 
     Measured, for it depends on what else runs: a core that another process uses makes all threads
     wait at the end of each operation. In narrow networks they wait more than they work. A resumed
@@ -75,7 +80,7 @@ def prepare(args: Any, world_size: int) -> None:
             raise UserError(f"--nproc-per-node is more than this machine's GPUs, {count}")
         torch.cuda.set_device(index)
     torch.set_num_threads(args.torch_threads)
-    torch.set_flush_denormal(True)  # Adam's moments of dead units become such, and are slow
+    torch.set_flush_denormal(True)  # Adam's moments of dead units; such small numbers are slow
     # Tensors of a megabyte, made anew in each update, are else new pages from the kernel each time:
     # a good part of the time of redq.py's update.
     if sys.platform == "linux":

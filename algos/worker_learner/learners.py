@@ -148,6 +148,9 @@ class RewardScaler(nn.Module):
         self.statistics.update(returns.unsqueeze(-1))
         return self.scale(reward)
 
+    def end_episodes(self) -> None:
+        self.discounted_return.zero_()
+
     def scale(self, reward: Tensor) -> Tensor:
         """Rewards (...) by the present statistics, which stay as they are."""
         return (reward * torch.rsqrt(self.statistics.var + 1e-8)).clamp(-10, 10)

@@ -21,15 +21,15 @@ class ReplayBuffer:
     but its episode statistics; with several learners, each has its own part of the capacity, and
     len is that of all of them. next_obs is the true one at an episode's end. Row `position` is
     written next: when full it holds the oldest step, and nothing that is drawn crosses this seam.
-    `n_step`, `gamma` and `prioritized` are the run's arguments, where it has them. With the last, i
-    is drawn with P(i) = p_i / Σ p, p = (|δ| + ε)^α, and weighted by (size · P(i))^−β over the
-    largest such weight of its batch (Schaul 2016, arXiv:1511.05952).
-    UserError if it does not fit in memory.
+    `n_step`, `gamma` and `prioritized` are the run's arguments, where it has them. If prioritised,
+    transition i is drawn with probability P(i) = p_i / Σ p, p = (|δ| + ε)^α, and weighted by
+    (size · P(i))^−β over the largest such weight of this learner's batch (Schaul 2016,
+    arXiv:1511.05952). UserError, which names `flag`, if it does not fit in memory.
     """
 
     alpha = 0.6  # α
 
-    def __init__(self, run: Any, rollout: dict[str, Tensor], capacity: int):
+    def __init__(self, run: Any, rollout: dict, capacity: int, flag: str = "--buffer-size"):
         self._run, device, learners = run, run.device, world_size()
         self.n_step = getattr(run.args, "n_step", 1)
         self.prioritized = getattr(run.args, "prioritized", False)
@@ -37,8 +37,8 @@ class ReplayBuffer:
         self.capacity_rows = -(-capacity // (self.num_envs * learners))
         if self.capacity_rows < max(num_steps, self.n_step):
             least = max(num_steps, self.n_step) * self.num_envs * learners
-            why = "--num-envs times the larger of --num-steps and --n-step"
-            raise UserError(f"--buffer-size is {capacity}; allowed is at least {least}, {why}")
+            why = "--num-envs times --num-steps" + " or --n-step" * hasattr(run.args, "n_step")
+            raise UserError(f"{flag} is {capacity}; allowed is at least {least}, {why}")
         size = self.capacity_rows * self.num_envs  # of this learner
         stored = {k: x for k, x in rollout.items() if not k.startswith("episode_")}
         needed = sum(x[0, 0].numel() * x.element_size() for x in stored.values())
@@ -47,9 +47,7 @@ class ReplayBuffer:
             needed *= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         if needed > (free := _free_memory(device)):
             there = f"{needed / 2**30:.1f} GiB of memory where {free / 2**30:.1f} GiB are free"
-            raise UserError(
-                f"--buffer-size is {capacity}, which needs {there}; choose a smaller one"
-            )
+            raise UserError(f"{flag}: {capacity} transitions need {there}; choose a smaller one")
         self.data = {k: x.new_zeros(self.capacity_rows, *x.shape[1:]) for k, x in stored.items()}
         self._flat = {name: tensor.flatten(0, 1) for name, tensor in self.data.items()}
         self.position, self.rows = 0, 0

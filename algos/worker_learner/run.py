@@ -56,7 +56,7 @@ class Run:
             die_with(os.getppid())
             args = learners.restarted_args(args, self.script)
         self.world_size = learners.world_size()
-        self.rank = distributed.get_rank() if self.world_size > 1 else 0  # 0 speaks and saves
+        self.rank = distributed.get_rank() if self.world_size > 1 else 0  # 0 prints, logs and saves
         self.resumed = bool(args.resume)
         args = arguments.saved_args(args, self.script) if self.resumed else args
         self._whole_args = args = arguments.resolve(args, self.script, limits)
@@ -89,8 +89,8 @@ class Run:
                 files.lock(self.dir)  # who still trains there may save once more
             pending = self._load_state()
             if self.step and not workers.go_on:
-                where = "in workers, on a GPU, by Gymnasium or for other learners"
-                tell(f"Not exact: the environments, which run or ran {where}, start new episodes.")
+                where = "CraneRL's own, in one process on a CPU and for as many learners,"
+                tell(f"Not exact: environments start new episodes; only {where} can be restored.")
                 workers.start_anew(self.step)
                 self.end_episodes()
             if self.rank == 0:
@@ -232,8 +232,8 @@ class Run:
         raise UserError(f"{message}{hint}") from None
 
     def end_episodes(self) -> None:
-        """What is collected from now on is of other episodes than what a replay buffer has last."""
-        for thing in self._state.values():
+        """What is collected from now on is of other episodes than what came last."""
+        for thing in (*self._state.values(), *self._state["agent"].modules()):
             if hasattr(thing, "end_episodes"):
                 thing.end_episodes()
 

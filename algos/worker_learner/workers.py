@@ -125,7 +125,7 @@ def die_with(parent: int) -> None:
 
 def shared(agent: nn.Module, tensors: dict, what: str) -> tuple[nn.Module, dict[str, Tensor]]:
     """Copies that several processes see. UserError if there is no room, as in Docker's 64 MB:
-    the system would let us allocate, and kill who writes there first.
+    else to allocate succeeds, and the kernel kills the first process that writes there.
     """
     sizes = (
         x.numel() * x.element_size() for x in (*agent.state_dict().values(), *tensors.values())
@@ -150,9 +150,9 @@ class Workers:
     each (time, env, ...). Worker processes fill their own columns of the same tensors, which then
     lie in shared memory; `agent` there is a copy that is refreshed before each collection. With
     `ahead`, for off-policy learners, they collect the next rollout while the learner learns;
-    `policy_lag` is how many steps of all envs older than the learner's the weights then were that
-    collected the last rollout (0: none, or it was collected here).
-    `actions`, that a script can choose, are "any", "bounded" (continuous) or "discrete". A script
+    `policy_lag`: by how many steps (of all envs) the weights that collected the last rollout were
+    older than the learner's; 0 without workers.
+    `actions` says which the script supports: "any", "bounded" (continuous) or "discrete". A script
     for several agents says so by `multi_agent`, and gets their axis as the third.
     """
 
@@ -200,6 +200,7 @@ class Workers:
             )
             for name, shape in shapes.items()
         }
+        self._rollout["done"][-1] = True  # nothing came before the first step
         if not args.num_workers:
             self._collect = compiled_rollout(self._collect, self.envs, args, num_steps)
             self.envs.reset()
@@ -294,6 +295,7 @@ def _worker_main(pipe, restarts, collect, agent, columns, args, index, begin) ->
     if restarts:
         for tensor in columns.values():  # what its predecessor left is of other episodes
             tensor.zero_()
+        columns["done"][-1] = True
     pipe.recv()  # the first question; where a resumed run goes on is known by now
     torch.manual_seed(seed(int(begin)))  # envs derive other streams from it than torch
     envs.reset(seed=seed(int(begin)))

@@ -1,0 +1,44 @@
+"""What --compile auto is: by the number of updates, and by whether there is a compiler."""
+
+import shutil
+
+import pytest
+
+from algos import a2c, dqn, ppo, qmix, sac, vdn
+from algos.worker_learner import UserError, engine
+
+
+@pytest.mark.parametrize(
+    ("args", "steps"),
+    [
+        (sac.Args(num_envs=4), 1_000_000),
+        (dqn.Args(total_steps=50_000, utd_ratio=0.25), 12_500),
+        (a2c.Args(total_steps=8000, num_envs=10, num_steps=8), 100),
+        (
+            ppo.Args(total_steps=64_000, num_envs=10, num_steps=64, minibatch_size=300, epochs=5),
+            1500,
+        ),
+        (vdn.Args(num_envs=64), 125_000),
+        (qmix.Args(num_envs=64), 93_750),
+    ],
+)
+def test_gradient_steps_of_a_run(args, steps):
+    assert engine.gradient_steps(args) == steps
+
+
+def test_auto_compiles_where_it_pays(monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/" + name)
+    assert engine.choose_compile(sac.Args(num_envs=4), "cpu") == "default"
+    assert engine.choose_compile(sac.Args(num_envs=4, total_steps=10_000), "cpu") == "none"
+    assert engine.choose_compile(sac.Args(num_envs=4, total_steps=10_000), "cuda") == "default"
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert engine.choose_compile(sac.Args(num_envs=4), "cpu") == "none"
+
+
+def test_without_a_compiler(monkeypatch, capsys):
+    """A new run says so; one that began with a compiler goes on without, for it takes no flag."""
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(UserError, match="--compile is default, which needs a C\\+\\+ compiler"):
+        engine.choose_compile(sac.Args(compile="default"), "cpu")
+    assert engine.choose_compile(sac.Args(compile="default", resume="runs/x"), "cpu") == "none"
+    assert "without compilation" in capsys.readouterr().out
