@@ -1,5 +1,6 @@
 """Score, watch, film or export a trained policy: the best one of a run, or the last.
 
+    python algos/play.py demo                           a trained Ant; or demo:hopper
     python algos/play.py RUN_DIR                        ten deterministic episodes, every return
     python algos/play.py RUN_DIR --video ant.mp4        ten seconds on film, .mp4 or .gif
     python algos/play.py RUN_DIR --show                 in a window
@@ -14,16 +15,13 @@ import importlib.util
 import json
 import math
 import os
-import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import gymnasium
 import torch
 import tyro
 from torch import Tensor, nn
@@ -32,11 +30,12 @@ import vec_envs
 from algos.worker_learner.arguments import UserError, check_args, say_in_one_sentence
 from algos.worker_learner.files import load_checked
 from algos.worker_learner.workers import LONGEST_EVALUATION, compare_returns, score
+from vec_envs.drawing import CannotDraw, choose_gl, draw, open_window, seconds_per_step
 
 FASTEST_FILM = {".mp4": 50, ".gif": 20}  # pictures a second; a Hopper steps 125 times a second
 WIDTH = {".mp4": 640, ".gif": 320}  # of a picture, at most
 FILMED = 3  # episodes, of which the best one is filmed
-TRY_GL = "import mujoco; mujoco.Renderer(mujoco.MjModel.from_xml_string('<mujoco/>'), 8, 8).close()"
+DEMO = {"demo": "ant", "demo:hopper": "hopper"}  # folders of algos/demo
 
 
 @dataclass
@@ -44,7 +43,7 @@ class Args:
     """Score, watch, film or export a trained policy."""
 
     run_dir: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN_DIR")]
-    """folder of the run"""
+    """folder of the run; demo or demo:hopper: a policy that comes with the code"""
     others: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="RUN_DIR")] = ()
     """folders of more runs, of any scripts, in the same environment: act by the mean of all"""
     weights: tuple[float, ...] = ()
@@ -97,7 +96,10 @@ class Ensemble(nn.Module):
 
 def load(args: Args) -> dict[str, Any]:
     """What best.pt or last.pt holds: script, args, step, agent (the weights); others, weights."""
-    folder, path = Path(args.run_dir), Path(args.run_dir, f"{args.checkpoint}.pt")
+    folder = Path(args.run_dir)
+    if args.run_dir in DEMO and not any(folder.glob("*.*")):  # no run has this name
+        folder = Path(__file__).with_name("demo") / DEMO[args.run_dir]
+    path = folder / f"{args.checkpoint}.pt"
     if not path.exists():
         if not (folder / "args.json").exists():
             raise UserError(f"{folder} is not the folder of a run: there is no args.json in it")
@@ -171,39 +173,6 @@ def episode(agent: nn.Module, env: vec_envs.VecEnv, seed: int | None) -> Iterato
     print(f"return {info['episode_return'][0]:.2f} in {info['episode_length'][0]} steps")
 
 
-def seconds_per_step(env: vec_envs.VecEnv) -> float:
-    return getattr(env, "dt", None) or 1 / (env.metadata.get("render_fps") or 30)
-
-
-def draw(env: vec_envs.VecEnv) -> Any:
-    try:
-        return env.render(0)
-    except Exception as error:  # a package is missing, or whatever somebody's environment raises
-        raise UserError(f"{env.name} cannot be drawn: {_line(error)}") from None
-
-
-def choose_gl(name: str) -> None:
-    """Have MuJoCo draw without a window: MUJOCO_GL, which it reads when it is imported.
-
-    Each way is tried in a process of its own, since one that fails is there to stay.
-    """
-    name = vec_envs.base_name(name)
-    made_by = vec_envs.NAMES.get(name) or getattr(gymnasium.registry.get(name), "entry_point", "")
-    if sys.platform != "linux" or "mujoco" not in str(made_by):
-        return
-    given = os.environ.get("MUJOCO_GL")
-    for way in (given,) if given else ("egl", "osmesa", "glfw"):
-        command = [sys.executable, "-c", TRY_GL]
-        trial = subprocess.run(command, env={**os.environ, "MUJOCO_GL": way}, capture_output=True)
-        if trial.returncode == 0:
-            os.environ["MUJOCO_GL"] = way
-            return
-    raise UserError(
-        f"no OpenGL without a window here (tried {given or 'EGL, OSMesa and GLFW'}); on Debian and "
-        "Ubuntu: apt-get install libegl1 libgl1-mesa-dri"
-    )
-
-
 def film(args: Args, saved: dict) -> None:
     import imageio
 
@@ -264,8 +233,7 @@ def show(args: Args, saved: dict) -> None:
         raise UserError("--show needs a display, and there is none; take --video FILE.gif")
     agent, env = make(saved, 1, args.seed, draws=True)
     env.reset()
-    is_mujoco = vec_envs.NAMES.get(vec_envs.base_name(saved["args"]["env"])) == "mujoco"
-    update, close = mujoco_window(env) if is_mujoco else picture_window(env)
+    update, close = open_window(env)
     due = time.perf_counter()
     for number in range(args.episodes):
         for _ in episode(agent, env, args.seed if number == 0 else None):
@@ -274,60 +242,6 @@ def show(args: Args, saved: dict) -> None:
             due = max(due + seconds_per_step(env), time.perf_counter())
             time.sleep(max(0.0, due - time.perf_counter()))
     close()
-
-
-def mujoco_window(env: vec_envs.VecEnv) -> tuple[Callable[[], bool], Callable[[], None]]:
-    """MuJoCo's viewer -> functions that show the present state (false once closed), and close."""
-    import glfw
-    import mujoco.viewer
-
-    glfw.ERROR_REPORTING = "ignore"
-    if not glfw.init():  # the viewer would wait for ever
-        raise UserError("--show: no window can be opened on this display")
-    painter, threads = env.painter, set(threading.enumerate())
-    hide = {"show_left_ui": False, "show_right_ui": False}
-    try:
-        viewer = mujoco.viewer.launch_passive(painter.model, painter.data, **hide)
-    except RuntimeError as error:  # macOS wants mjpython instead of python
-        raise UserError(f"--show: {_line(error)}") from None
-    for name in ("lookat", "distance", "azimuth", "elevation"):
-        setattr(viewer.cam, name, getattr(painter.camera, name))
-    viewer.cam.type, viewer.cam.trackbodyid = mujoco.mjtCamera.mjCAMERA_TRACKING, 1
-
-    def update() -> bool:
-        painter.pose(env.qpos[0].numpy())
-        viewer.sync()
-        return viewer.is_running()
-
-    def close() -> None:
-        viewer.close()
-        for thread in set(threading.enumerate()) - threads:  # else Python's end may crash it
-            thread.join(5)
-
-    return update, close
-
-
-def picture_window(env: vec_envs.VecEnv) -> tuple[Callable[[], bool], Callable[[], None]]:
-    """The same for everything else: its own pictures, in a window of pygame."""
-    os.environ["PYGAME_HIDE_SUPPORT_PROMPT"] = "1"
-    try:
-        import pygame
-    except ImportError:
-        raise UserError("--show needs pygame: pip install pygame") from None
-    try:
-        window = pygame.display.set_mode(draw(env).shape[1::-1])
-    except pygame.error as error:
-        raise UserError(f"--show: {_line(error)}") from None
-    if pygame.display.get_driver() == "offscreen":  # what SDL takes where it finds no display
-        raise UserError("--show: no window can be opened on this display")
-
-    def update() -> bool:
-        picture = pygame.surfarray.make_surface(draw(env).swapaxes(0, 1))
-        window.blit(picture, (0, 0))
-        pygame.display.flip()
-        return not pygame.event.get(pygame.QUIT)
-
-    return update, pygame.display.quit
 
 
 def export(args: Args, saved: dict) -> None:
@@ -363,7 +277,7 @@ def main(args: Args) -> None:
     tasks = {"video": film, "show": show, "export": export}
     try:
         tasks.get("".join(asked), print_score)(args, load(args))
-    except OSError as error:  # full disk, no permission
+    except (CannotDraw, OSError) as error:  # no OpenGL, no window; full disk, no permission
         raise UserError(_line(error)) from None
 
 

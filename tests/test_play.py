@@ -18,6 +18,7 @@ from PIL import Image, ImageSequence
 import vec_envs
 from algos import dqn, mappo, play, ppo, sac, sac_discrete, vdn
 from algos.worker_learner import UserError
+from vec_envs.drawing import CannotDraw, choose_gl
 
 ROOT = Path(__file__).parent.parent
 TRAINING = ("--total-steps", "4096", "--num-envs", "8", "--eval-every", "0", "--eval-episodes", "3")
@@ -64,8 +65,8 @@ def altered(runs, tmp_path):
 def needs_gl(monkeypatch) -> None:
     monkeypatch.setenv("MUJOCO_GL", os.environ.get("MUJOCO_GL", ""))  # undone afterwards
     try:
-        play.choose_gl("Hopper")
-    except UserError as error:
+        choose_gl("Hopper")
+    except CannotDraw as error:
         pytest.skip(str(error))
 
 
@@ -358,15 +359,15 @@ def test_without_a_gl(monkeypatch, runs, tmp_path):
         tried.append(env["MUJOCO_GL"])
         return SimpleNamespace(returncode=1)
 
-    monkeypatch.setattr(play.subprocess, "run", fail)
+    monkeypatch.setattr(subprocess, "run", fail)
     with pytest.raises(UserError, match="apt-get install libegl1"):
         call(runs["Hopper"], video=str(tmp_path / "film.gif"))
     assert tried[:2] == ["egl", "osmesa"] and "MUJOCO_GL" not in os.environ
     monkeypatch.setenv("MUJOCO_GL", "osmesa")
-    with pytest.raises(UserError, match="tried osmesa"):
-        play.choose_gl("HumanoidStandup-v5")
+    with pytest.raises(CannotDraw, match="tried osmesa"):
+        choose_gl("HumanoidStandup-v5")
     tried.clear()
-    play.choose_gl("CartPole-v1")
+    choose_gl("CartPole-v1")
     assert not tried
 
 
