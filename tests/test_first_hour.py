@@ -1,0 +1,126 @@
+"""The first hour: the demo, one script copied out, an exported policy, an installed wheel."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from algos import play
+
+ROOT = Path(__file__).parent.parent
+DEMO = ROOT / "algos" / "demo"
+
+# Python imports this file at its start: a process forgets where this project is installed, and
+# finds of it what lies on PYTHONPATH, if anything.
+FORGET_THE_INSTALLED = """
+import sys
+sys.meta_path = [finder for finder in sys.meta_path if "editable" not in repr(finder).lower()]
+"""
+
+
+@pytest.fixture
+def alone(tmp_path) -> Path:
+    """An empty folder, for `python` below."""
+    (tmp_path / "sitecustomize.py").write_text(FORGET_THE_INSTALLED)
+    found = subprocess.run([sys.executable, "-c", "import algos"], **surroundings(tmp_path))
+    assert "No module named 'algos'" in found.stderr, "an installed copy cannot be hidden"
+    return tmp_path
+
+
+def surroundings(folder: Path) -> dict:
+    environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+    return {"cwd": folder, "env": environment, "capture_output": True, "text": True}
+
+
+def python(folder: Path, *words: object) -> str:
+    """What `python words...` prints in a folder from which nothing else of this project is seen."""
+    done = subprocess.run([sys.executable, *map(str, words)], **surroundings(folder))
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+# A random policy has about -50 on Ant and 20 on Hopper.
+@pytest.mark.parametrize(("name", "least"), [("demo", 4000), ("demo:hopper", 2000)])
+def test_the_demo(name, least, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    play.main(play.Args(name, episodes=3, json=True))
+    scores = json.loads(capsys.readouterr().out)
+    assert min(scores["returns"]) > least
+    monkeypatch.chdir(DEMO.parent)  # where a folder has the same name
+    play.main(play.Args(name, episodes=3, json=True))
+    assert json.loads(capsys.readouterr().out) == scores
+
+
+@pytest.mark.parametrize("name", ["ant", "hopper"])
+def test_a_policy_of_the_demo_is_small_and_says_nothing_of_its_machine(name):
+    assert (DEMO / name / "best.pt").stat().st_size <= 300_000
+    saved = torch.load(DEMO / name / "best.pt", weights_only=True)
+    assert not [value for value in saved["args"].values() if "/" in str(value)]
+
+
+def test_a_run_called_demo_is_nobody_elses(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(DEMO / "hopper", "demo")
+    assert play.load(play.Args("demo"))["args"]["env"] == "Hopper"
+    assert play.load(play.Args(str(DEMO / "ant")))["args"]["env"] == "Ant"
+
+
+SHORT = "--env Pendulum --total-steps 600 --warmup-steps 400 --num-envs 4 --eval-episodes 2 "
+SHORT += "--torch-threads 1 --hidden-size 32"
+USE = """
+import sys, torch
+policy = torch.export.load("policy.pt2").module()
+torch.save(policy(torch.load("obs.pt")), "action.pt")
+assert not {"algos", "vec_envs"} & sys.modules.keys()
+"""
+
+
+def test_a_script_copied_out(alone):
+    """It trains, is scored and exported; the export needs torch alone."""
+    shutil.copytree(ROOT / "vec_envs", alone / "vec_envs")
+    shutil.copytree(ROOT / "algos" / "worker_learner", alone / "algos" / "worker_learner")
+    for name in ("sac.py", "play.py"):
+        shutil.copy(ROOT / "algos" / name, alone / "algos")
+    where = "import algos.worker_learner as w, vec_envs as v; print(w.__file__, v.__file__)"
+    for path in python(alone, "-c", where).split():
+        assert path.startswith(str(alone))
+
+    assert "Done: 600 steps" in python(alone, "algos/sac.py", *SHORT.split(), "--run-dir", "run")
+    scores = json.loads(python(alone, "algos/play.py", "run", "--json", "--episodes", "2"))
+    assert scores["script"] == "sac" and len(scores["returns"]) == 2
+    python(alone, "algos/play.py", "run", "--export", "policy.pt2")
+    obs = torch.randn(5, 3)
+    torch.save(obs, alone / "obs.pt")
+    python(alone, "-I", "-c", USE)
+    agent, _ = play.make(play.load(play.Args(str(alone / "run"))), 1, 0)
+    torch.testing.assert_close(torch.load(alone / "action.pt"), agent(obs), atol=1e-5, rtol=0)
+
+
+BUILD = "from setuptools import build_meta; build_meta.build_wheel('.')"  # what pip calls
+
+
+def test_a_wheel_has_everything(alone, tmp_path_factory):
+    tree = tmp_path_factory.mktemp("tree")  # a build leaves folders behind
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tree)
+    for name in ("algos", "vec_envs"):
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, tree / name, ignore=ignored)
+    python(tree, "-c", BUILD)
+    (wheel,) = tree.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(alone)
+    kinds = ("algos/**/*.py", "vec_envs/**/*.py", "algos/demo/*/best.pt")
+    for kind in kinds:
+        wanted = {path.relative_to(tree) for path in tree.glob(kind)}
+        assert wanted and wanted == {path.relative_to(alone) for path in alone.glob(kind)}
+
+    assert "usage: algos/ppo.py" in python(alone, "algos/ppo.py", "--help")
+    scores = json.loads(python(alone, "algos/play.py", "demo", "--json", "--episodes", "1"))
+    assert scores["return_mean"] > 4000
