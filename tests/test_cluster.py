@@ -4,6 +4,7 @@ Needs Ray (pip install -e ".[cluster]"); each scenario takes about half a minute
 """
 
 import sys
+from pathlib import Path
 
 import pytest
 from test_populations import (
@@ -43,13 +44,14 @@ def add_node(cluster):
     return cluster.add_node(num_cpus=2, object_store_memory=100 << 20)
 
 
-def compete(cluster, tmp_path, hold: int):
+def compete(cluster, tmp_path, monkeypatch, hold: int):
     """A tournament of the stand-in on the cluster -> its process, its folder, what it waits for."""
     scripts, root = write_stand_in(tmp_path / "scripts"), tmp_path / "root"
+    monkeypatch.chdir(tmp_path)  # --root is relative, and the nodes work in another folder
     (scripts / "hold").touch()
     flags = f"--algos {scripts}/trainer.py --env Known --agents 4 --segments 12 --total-steps 1000"
     flags += f" --period 100 --cluster {cluster.address}"
-    driver = begin("tournament", root, flags, f"--hold {hold}")
+    driver = begin("tournament", Path("root"), flags, f"--hold {hold}", cwd=tmp_path)
     return driver, root, scripts / "hold"
 
 
@@ -57,9 +59,9 @@ def four_in_training(root) -> bool:
     return len(processes_of(root, "trainer.py")) == 4
 
 
-def test_a_node_that_is_killed_loses_no_segment(cluster, tmp_path):
+def test_a_node_that_is_killed_loses_no_segment(cluster, tmp_path, monkeypatch):
     nodes = [add_node(cluster), add_node(cluster)]
-    driver, root, hold = compete(cluster, tmp_path, 0)
+    driver, root, hold = compete(cluster, tmp_path, monkeypatch, 0)
     wait_for(lambda: four_in_training(root), "four in training")
     begun = {path.stem for path in (root / "flight").glob("*.json")}
     cluster.remove_node(nodes[1], allow_graceful=False)  # SIGKILL to its raylet
@@ -72,9 +74,9 @@ def test_a_node_that_is_killed_loses_no_segment(cluster, tmp_path):
     assert not processes_of(root)
 
 
-def test_half_of_the_nodes_go_and_come_back(cluster, tmp_path):
+def test_half_of_the_nodes_go_and_come_back(cluster, tmp_path, monkeypatch):
     nodes = [add_node(cluster), add_node(cluster)]
-    driver, root, hold = compete(cluster, tmp_path, 100)
+    driver, root, hold = compete(cluster, tmp_path, monkeypatch, 100)
     wait_for(lambda: len(journal(root, "published")) == 4, "the first agents")
     wait_for(lambda: four_in_training(root), "four in training")
     cluster.remove_node(nodes[1], allow_graceful=False)

@@ -25,7 +25,16 @@ import torch
 
 from algos import generations, play, tournament
 from algos.populations import Agent, is_better
-from algos.populations.agents import FRESH, SCORE, descend, fuse, read_score, scaled, scoring
+from algos.populations.agents import (
+    FRESH,
+    SCORE,
+    descend,
+    fuse,
+    last_line,
+    read_score,
+    scaled,
+    scoring,
+)
 from algos.worker_learner import UserError, files
 from algos.worker_learner.segments import Here
 
@@ -148,7 +157,7 @@ def assert_every_segment_counts_once(root: Path) -> None:
     for agent in found.values():
         parent = found.get(agent.parent)
         before, step = (parent.score, parent.step) if parent else (0.0, 0)
-        gain = (agent.step - step) * agent.flags.get("learning_rate", 2.0)
+        gain = (agent.step - step) * agent.flags.get("learning_rate", 1.0)
         assert agent.score == pytest.approx(before + gain)
         assert agent.step == agent.pause_at > step
     assert not list((root / "flight").glob("*.json"))
@@ -282,10 +291,18 @@ def test_a_tournament_with_known_scores(stand_in, tmp_path):
     assert len(chains) == len(set(chains)) == 4
 
 
-def test_same_hyperparameters(stand_in, tmp_path):
-    flags = f"--algo {stand_in}/trainer.py --env Known --agents 2 --total-steps 200 --period 100"
-    drive("generations", tmp_path / "same", f"{flags} --same-hyperparameters")
-    assert all(x.flags == {} for x in agents(tmp_path / "same").values())
+def test_runs_with_different_seeds_become_one_agent(stand_in, tmp_path):
+    root, flags = tmp_path / "fused", f"--algo {stand_in}/trainer.py --env Known --agents 2"
+    flags += " --total-steps 200 --period 100 --fuse 2 --same-hyperparameters"
+    drive("generations", root, flags)
+    assert all((x.flags, x.fuse) == ({}, 2) for x in agents(root).values())
+    assert len(agents(root)) == 4 and (root / "agents" / "00003" / "checkpoint.pt").exists()
+    assert_every_segment_counts_once(root)
+
+
+def test_the_reason_of_a_failure_is_told_from_its_beginning(tmp_path):
+    (tmp_path / "run0.log").write_text(f"step 1\n--env Nonsense: {'no such name, ' * 100}\n")
+    assert last_line(tmp_path).startswith("--env Nonsense: no such name")
 
 
 # Run folders.

@@ -230,7 +230,7 @@ def last_line(folder: Path) -> str:
     """Of the log that was written last."""
     logs = sorted(folder.glob("*.log"), key=os.path.getmtime)
     lines = logs[-1].read_text(errors="replace").strip().splitlines() if logs else []
-    return lines[-1][-300:] if lines else ""
+    return lines[-1][:300] if lines else ""
 
 
 def commit() -> str:

@@ -55,6 +55,8 @@ class Population:
         self.args, self.algos, self.words, self.program = args, algos, words, program
         self.period = args.period or max(1, args.total_steps // 10)
         self.root = Path(args.root or f"runs/{program}__{args.env.replace('/', '-')}")
+        if args.cluster != "none":  # whose nodes work in other folders
+            self.root = self.root.absolute()
         self.hyperparameters = {algo: hyperparameters(algo, args, words) for algo in algos}
         self.pool = segments.connect(args.cluster, args.cpus, args.gpus, args.agents)
         if args.cluster == "none" and not self.pool.slots():
