@@ -1,9 +1,13 @@
 """StockTrading against a scalar reference in plain Python, its invariants, and print."""
 
 import csv
+import functools
+import gzip
 import importlib
 import importlib.util
 import itertools
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +15,10 @@ import pytest
 import torch
 
 import vec_envs
-from vec_envs.stock_trading import load_market, market_features, random_walk
+from algos import play
+from vec_envs.stock_trading import load_market, market_features, random_walk, turbulence
 
+ROOT = Path(__file__).parent.parent
 WALK = "StockTrading,data=random_walk"
 needs_skfolio = pytest.mark.skipif(
     importlib.util.find_spec("skfolio") is None, reason="the prices are in skfolio"
@@ -218,6 +224,8 @@ def test_turbulence_is_the_mahalanobis_distance():
     away = now - past.mean(0)
     expected = away @ np.linalg.solve(np.cov(past.T), away)
     assert 40 * obs[0, 21].item() == pytest.approx(expected, rel=1e-5)
+    early = turbulence(market.close[:260], 0)
+    assert not early[:253].any() and early[253:].all()
 
 
 def test_windows_are_random_in_training_and_fixed_in_test():
@@ -236,6 +244,28 @@ def test_windows_are_random_in_training_and_fixed_in_test():
         assert env.row.tolist() == [0, 0]
         assert str(env.dates[1]) == first and str(env.dates[-1]) == last  # [0] is the eve
         assert env.max_episode_steps == len(env.dates) - 1
+
+
+def test_a_picture_is_of_one_episode():
+    """Another episode, also one that begins later, and another env begin a new curve."""
+    pytest.importorskip("matplotlib")
+    new = functools.partial(vec_envs.make, f"{WALK},actions=weights,steps=9", 2)
+
+    def draw(env, row):
+        env.reset(seed=0)
+        env.row = torch.full((2,), row)
+        env.render()
+        env.step(torch.eye(20)[:2])
+        return env.render()
+
+    env, other = new(), new()
+    early, late = draw(env, 20), draw(env, 700)
+    assert np.array_equal(late, draw(new(), 700)) and not np.array_equal(early, late)
+    draw(other, 700)
+    other._drawn.clear()
+    for each in (env, other):
+        each.step(torch.eye(20)[:2])
+    assert np.array_equal(env.render(1), other.render(1))
 
 
 def test_resumes_exactly_and_seeds_are_reproduced():
@@ -298,6 +328,27 @@ def test_scripts_train_on_it_unchanged(script, kind, tmp_path, monkeypatch):
     assert module.train(args).step >= 128
 
 
+def test_a_tournament_on_it_and_its_best_policy_played_drawn_and_exported(tmp_path, capsys):
+    root, words = tmp_path / "root", "--num-envs 4 --num-steps 8 --hidden-size 8 --compile none"
+    flags = "--algos ppo --agents 1 --total-steps 64 --period 32 --eval-episodes 2 --env"
+    command = [sys.executable, "algos/tournament.py", *flags.split(), f"{WALK},steps=20"]
+    command += ["--root", root, "--", *words.split()]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    assert len(list((root / "agents").iterdir())) == 2  # segments, one after the other
+
+    call = functools.partial(play.Args, str(root / "best"), episodes=2)
+    play.main(call())
+    assert "To compare: buy and hold " in capsys.readouterr().out
+    play.main(call(video=str(tmp_path / "assets.png")))
+    assert (tmp_path / "assets.png").stat().st_size > 10_000
+    play.main(call(export=str(tmp_path / "policy.pt2")))
+    policy = torch.export.load(tmp_path / "policy.pt2").module()
+    agent, env = play.make(play.load(call()), 3, 0)
+    obs, _ = env.reset()
+    assert env.max_episode_steps > 500  # the validation years
+    torch.testing.assert_close(policy(obs), agent(obs), atol=1e-6, rtol=0)
+
+
 # Files.
 
 ROWS = [["2020-01-01", "10", "20"], ["2020-01-02", "11", "21"], ["2020-01-05", "12", "22"]]
@@ -328,6 +379,24 @@ def test_an_error_in_a_file_names_the_row(tmp_path, place, word, message):
     with pytest.raises(ValueError) as error:
         vec_envs.make(f"StockTrading,data={path}", 1)
     assert message in str(error.value) and "prices.csv" in str(error.value)
+
+
+@pytest.mark.parametrize("damage", ["cut.csv.gz", "flipped.csv.gz", "cut.npz", "word.csv"])
+def test_a_damaged_file_is_one_sentence(tmp_path, damage):
+    path = tmp_path / damage
+    text = "date,A,B\n" + "".join(",".join(row) + "\n" for row in ROWS)
+    if damage.endswith(".gz"):
+        whole = gzip.compress(text.encode())
+        flipped = whole[:12] + bytes(255 - x for x in whole[12:])
+        path.write_bytes(whole[:40] if damage == "cut.csv.gz" else flipped)
+    elif damage == "cut.npz":
+        np.savez(path, close=np.ones((99, 2)), dates=np.arange(99))
+        path.write_bytes(path.read_bytes()[:500])
+    else:
+        path.write_text(text + "1" * 200_000)  # longer than a field may be
+    with pytest.raises(ValueError) as error:
+        vec_envs.make(f"StockTrading,data={path}", 1)
+    assert damage in str(error.value) and "\n" not in str(error.value)
 
 
 def test_files_of_all_kinds_are_the_same_market(tmp_path):
@@ -396,7 +465,9 @@ def prices_in_print(tmp_path_factory):
     """Normalised prices as shipped by universal-portfolios -> a file of ours, by name."""
     found = importlib.util.find_spec("universal")
     if found is None:
-        pytest.skip("the printed figures' prices are in universal-portfolios (--no-deps suffices)")
+        licence = "whose licence obliges its users to give feedback, so that no extra has it"
+        command = "pip install --no-deps universal-portfolios"
+        pytest.skip(f"the prices in print are in universal-portfolios, {licence}: {command}")
     source = Path(found.submodule_search_locations[0], "data")
 
     def convert(name: str) -> str:
@@ -440,6 +511,17 @@ def test_equals_print(prices_in_print, name, hold, rebalanced):
     if name == "nyse_o":
         assert round(wealth(path, "weights", 0.001), 2) == 25.36
         assert load_market(path).close[-1].max() == pytest.approx(54.14, abs=0.005)
+
+
+@pytest.mark.parametrize("split", ["", ",split=train", ",split=test"])
+def test_buy_and_hold_beside_a_score_is_of_the_same_years(split):
+    env = vec_envs.make(WALK + split, 1)
+    scored = vec_envs.make(vec_envs.for_evaluation(WALK + split), 1)
+    known = env.known_returns["buy and hold"]
+    assert env.known_returns == scored.known_returns and len(env.known_returns) == 1
+    if split != ",split=train":  # one episode
+        growth = (scored.prices[-1] / scored.prices[1]).mean().item()
+        assert known == pytest.approx(100 * (growth - 1))
 
 
 def test_policies_are_scored_on_the_validation_years():

@@ -24,12 +24,18 @@ knew in 1990 (survivorship): compare with their own average, not with zero.
 Definition: Liu et al. 2020, FinRL, arXiv:2011.09607; Li et al. 2021, arXiv:2112.05923. What differs
 here: the policy's action is what is executed, the fee is part of what must be affordable, no shares
 are given away at reset, orders are executed at a price that is not yet known when they are given.
+Observations are relative (FinRL: cash, prices and share counts themselves); scarce cash is divided
+pro rata (FinRL: one stock after another); orders in a dead zone around 0 are left out; `max_shares`
+follows from the capital (FinRL: 100); actions may be portfolio weights; a training episode is one
+year from a random date (FinRL: all training years).
 """
 
 import csv
 import functools
 import gzip
 import importlib.util
+import zipfile
+import zlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,7 +48,7 @@ from vec_envs.core import VecEnv, env_seeds
 
 SHIPPED = {"sp500": "sp500_dataset.csv.gz", "sp500_index": "sp500_index.csv.gz"}  # by skfolio
 INDICATORS = "macd", "boll_ub", "boll_lb", "rsi_30", "cci_30", "dx_30", "sma_30", "sma_60"
-TURBULENCE_DAYS = 252
+TURBULENCE_ROWS = 252
 
 
 class Market(NamedTuple):
@@ -73,17 +79,19 @@ class StockTrading(VecEnv):
     Action (D,), two kinds:
         shares    in [−1, 1]: sell or buy this part of `max_shares`, in whole shares; less than a
                   tenth of it is nothing. max_shares=0: as many as capital / D buys at the first
-                  price of the episode.
-        weights   in [0, 1]: the parts of the assets to hold at the next close, in fractions of
-                  shares; divided by their sum where it is above 1. The rest is cash.
+                  price of the episode, at least one.
+        weights   in [0, 1]: the parts of the assets to hold at the next close, divided by their
+                  sum where it is above 1; fractional shares are allowed; the rest is cash.
     Reward: change of the assets in percent of the initial capital.
     Never terminates; truncated after `steps`, in validation and test at their end.
-    First state: cash only; training: at a random row, validation and test: the eve of their first.
+    First state: cash only; in training at a random row, else at the row before the first date of
+    the split.
 
     `data`: "sp500", a file (see `load_market`), "random_walk" (33 years of 20 stocks) or
     "synthetic" (five years of minutes of 93 stocks), both by `market_seed` and without any pattern.
-    `split` is train, validation, test, or all. `end`: test ends before this date. `fee`: part of
-    the value traded, each way. `max_turbulence`: above it everything is sold and nothing bought;
+    `split` is train, validation, test, or all; without it, training is on train and policies are
+    scored in validation. `end`: test ends before this date. `fee`: part of the value traded, each
+    way. `max_turbulence`: above it everything is sold and nothing bought;
     the turbulence of D stocks is about D on the average. `leak`: for testing only, the returns that
     the present order will earn on its first day are observed, too (D more numbers, in percent).
     """
@@ -101,7 +109,7 @@ class StockTrading(VecEnv):
         seed: int = 0,
         data: str = "sp500",
         actions: str = "shares",
-        split: str = "train",
+        split: str = "",
         validation: str = "2017-01-01",
         test: str = "2019-01-01",
         end: str = "",
@@ -115,7 +123,7 @@ class StockTrading(VecEnv):
     ):
         for key, value, allowed in (
             ("actions", actions, ("shares", "weights")),
-            ("split", split, ("train", "validation", "test", "all")),
+            ("split", split or "train", ("train", "validation", "test", "all")),
             ("leak", leak, (True, False)),
         ):
             if value not in allowed:
@@ -134,12 +142,13 @@ class StockTrading(VecEnv):
                     f"StockTrading: {key} is {value}, allowed are {type(low).__name__}s "
                     f"from {low:g} to {high:g}"
                 )
-        market = load_market(str(data), market_seed)
-        first, last = rows_of(market, split, str(validation), str(test), str(end))
-        window = min(steps, last - first) if split == "train" else last - first
-        if window < 1 or (split == "train" and window < steps):
+        market, part = load_market(str(data), market_seed), split or "train"
+        cuts = str(validation), str(test), str(end)
+        first, last = rows_of(market, part, *cuts)
+        window = steps if part == "train" else last - first
+        if not 1 <= window <= last - first:
             raise ValueError(
-                f"StockTrading: {split} has {last - first + 1} rows, too few for {steps} steps"
+                f"StockTrading: {part} has {last - first + 1} rows, too few for {steps} steps"
             )
         self.actions, self.fee, self.capital = actions, float(fee), float(capital)
         self.max_shares, self.max_turbulence = max_shares, float(max_turbulence)
@@ -171,9 +180,13 @@ class StockTrading(VecEnv):
         # What the last step booked: assets, fees, traded value (N,), shares (N, D). Not touched by
         # the restart at an episode's end, which comes in the same step.
         self.ledger: dict[str, Tensor] = {}
-        growth = close[window : window + self.starts] / close[1 : 1 + self.starts]
-        self.known_returns = {"buy and hold": 100 * (growth.mean(1) - 1).mean().item()}
         self._drawn: list[tuple] = []
+        if not split:  # then policies are scored in validation
+            first, last = rows_of(market, "validation", *cuts)
+            window = last - first
+        scored = market.close[first : last + 1]
+        growth = scored[window:] / scored[1 : 1 + len(scored) - window]  # of each episode
+        self.known_returns = {"buy and hold": 100 * float((growth.mean(1) - 1).mean())}
 
     def _restart(self, mask: Tensor) -> None:
         draw = self.uniform(0.0, float(self.starts), dtype=torch.float64).long()
@@ -243,11 +256,13 @@ class StockTrading(VecEnv):
         from matplotlib.figure import Figure
 
         row, price = int(self.row[index]), self.prices[self.row[index]]
-        if self._drawn and row <= self._drawn[-1][0]:  # a new episode
+        episode = index, row - int(self._lengths[index])  # which env, and where it began
+        if self._drawn and (self._drawn[-1][0] != episode or self._drawn[-1][1] >= row):
             self._drawn.clear()
         held = (self.shares[index] * price / self.assets[index]).cpu().numpy()
-        self._drawn.append((row, float(self.assets[index]), held))
-        rows, assets, held = (np.array(column) for column in zip(*self._drawn, strict=True))
+        self._drawn.append((episode, row, float(self.assets[index]), held))
+        _, *columns = zip(*self._drawn, strict=True)
+        rows, assets, held = map(np.array, columns)
         prices = self.prices[torch.from_numpy(rows)].cpu().numpy()
         figure = Figure(figsize=(6.4, 4.8))
         top, bottom = figure.subplots(2, sharex=True)
@@ -319,7 +334,7 @@ def load_market(data: str, seed: int = 0) -> Market:
         dates = np.asarray(dates).astype("datetime64[s]" if len(dates) else "datetime64[D]")
     except OSError as error:
         raise ValueError(f"{data}: {error.strerror or error}") from None
-    except (KeyError, ImportError) as error:
+    except (KeyError, ImportError, EOFError, zipfile.BadZipFile, zlib.error, csv.Error) as error:
         raise ValueError(f"{data}: {error}") from None
     _check(data, dates, names, close)
     if (dates == dates.astype("datetime64[D]")).all():
@@ -460,14 +475,15 @@ def rolling_mean(x: np.ndarray, n: int) -> np.ndarray:
 
 
 def turbulence(close: np.ndarray, first: int) -> np.ndarray:
-    """(y − μ)ᵀ Σ⁻¹ (y − μ) of each row's returns y from `first` on; 0 in the first 252 rows.
+    """(y − μ)ᵀ Σ⁻¹ (y − μ) of each row's returns y from `first` on.
 
-    μ and Σ are mean and covariance of the 252 returns before (Kritzman and Li 2010).
+    0 in the first 253 rows of the data. μ and Σ are mean and covariance of the 252 returns before
+    (Kritzman and Li 2010).
     """
     returns = np.diff(close, axis=0) / close[:-1]  # (T − 1, D): entry t − 1 is of row t
     result = np.zeros(len(close) - first)
-    for t in range(max(first, TURBULENCE_DAYS + 1), len(close)):
-        past = returns[t - 1 - TURBULENCE_DAYS : t - 1]
+    for t in range(max(first, TURBULENCE_ROWS + 1), len(close)):
+        past = returns[t - 1 - TURBULENCE_ROWS : t - 1]
         away = returns[t - 1] - past.mean(0)
         result[t - first] = (
             away @ np.linalg.pinv(np.cov(past.T, ddof=1).reshape(2 * away.shape)) @ away
