@@ -205,6 +205,15 @@ def test_seeds():
     assert len({tuple(row) for row in first.tolist()}) == 3
 
 
+@pytest.mark.parametrize("name", ["CartPole", "CartPole-v1"])  # our own, Gymnasium's
+def test_a_reset_changes_nothing_that_was_returned(name):
+    env = make(name, 2)
+    env.reset(seed=0)
+    info = env.step(torch.tensor([0, 1]))[-1]
+    env.reset()
+    assert info["episode_return"].tolist() == info["episode_length"].tolist() == [1, 1]
+
+
 def test_no_two_seeds_share_an_episode():
     """Seed 0, env 1 is not seed 1, env 0."""
     firsts = [make("CartPole-v1", 8, seed=seed).reset()[0] for seed in range(10)]

@@ -12,9 +12,12 @@ A `VecEnv` is a `gymnasium.vector.VectorEnv` whose arrays are torch tensors, bat
   reads it without asking where an episode ended.
 - `info["episode_return"]`, `info["episode_length"]` (N,): statistics of the running episode,
   final where it ended.
-- Actions are in the env's own bounds (`single_action_space`). Out-of-bounds actions are clipped;
-  as in Gymnasium's own environments, a control cost is charged for the action as it was given.
-  Wrong shapes and NaN are an error.
+  Do not change a returned tensor in place: `obs`, `env.obs` and, where no episode ended,
+  `final_obs` are the same tensor.
+- Actions are in the env's own bounds (`single_action_space`). Out-of-bounds actions are clipped; a
+  control cost is charged for the action as given (MuJoCo) or as clipped (Pendulum), as in
+  Gymnasium. Wrong shapes are an error; so are NaN and numbers out of range, but on a GPU and in
+  compiled rollouts, where looking would cost a synchronisation.
 - `state_dict()` holds everything the future depends on: simulator, episodes, random generator.
 - One seed, one sequence of episodes. The environments' generators are seeded by `env_seeds(seed)`,
   so that they do not draw the numbers that torch draws after `torch.manual_seed(seed)`.
@@ -138,8 +141,8 @@ class VecEnv(VectorEnv):
         if seed is not None:
             self.generator.manual_seed(env_seeds(seed, 1)[0])
         self._restart(torch.ones(self.num_envs, dtype=torch.bool, device=self.device))
-        self._returns.zero_()
-        self._lengths.zero_()
+        # Not in place: the last step's info may hold them.
+        self._returns, self._lengths = (torch.zeros_like(x) for x in (self._returns, self._lengths))
         self.obs = self._observe()
         return self.obs, {}
 
@@ -147,7 +150,7 @@ class VecEnv(VectorEnv):
         """Advance every env one step and start a new episode where one ended.
 
         Returns obs (N, obs_dim), reward (N,) float32, terminated, truncated (N,) bool, info.
-        Raises ValueError for an action of the wrong shape or with NaN, RuntimeError before `reset`.
+        Raises ValueError for an action that cannot be (see above), RuntimeError before `reset`.
         """
         if self.obs is None:
             raise RuntimeError(f"{self.name}: call reset() before the first step()")

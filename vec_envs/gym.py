@@ -114,8 +114,8 @@ class GymEnv(VecEnv):
         self._first_seed = None
         seeds = None if seed is None else env_seeds(seed, self.num_envs)
         observations, _ = self._ask(self._envs.reset, seed=seeds, options=options)
-        self._returns.zero_()
-        self._lengths.zero_()
+        # Not in place: the last step's info may hold them.
+        self._returns, self._lengths = (torch.zeros_like(x) for x in (self._returns, self._lengths))
         self.obs = self._observation_tensor(observations)
         return self.obs, {}
 

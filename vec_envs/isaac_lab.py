@@ -37,6 +37,7 @@ class IsaacLab(VecEnv):
     """
 
     exact_resume = False  # a simulator that is not ours cannot be saved
+    _env: gymnasium.Env | None = None  # where the constructor failed
 
     def __init__(
         self,
@@ -85,7 +86,8 @@ class IsaacLab(VecEnv):
         return self.obs, reward, terminated, truncated, info
 
     def close_extras(self, **kwargs: Any) -> None:
-        self._env.close()
+        if self._env is not None:
+            self._env.close()
 
 
 def launch(task: str, num_envs: int, device: torch.device | str, seed: int) -> gymnasium.Env:

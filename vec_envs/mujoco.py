@@ -48,6 +48,7 @@ class MujocoEnv(VecEnv):
     camera_elevation, camera_follows = -15, False  # degrees; whether it follows the robot
     normal_velocity = False  # the distribution of first velocities: normal, else uniform
     defaults: dict[str, Any] = {}
+    sim: CSimulation | WarpSimulation | None = None  # where the constructor failed
 
     def __init__(
         self, num_envs: int, device: torch.device | str = "cpu", seed: int = 0,
@@ -68,7 +69,7 @@ class MujocoEnv(VecEnv):
             raise ValueError(
                 f"{name}: backend is {backend!r} on {device}; 'c' (CPU) and 'warp' are there"
             )
-        # Warnings are counted (`unstable_episodes`), not logged to a file in the user's folder.
+        # MuJoCo would log warnings to a file in the user's folder; an unstable episode ends here.
         mujoco.set_mju_user_warning(lambda message: None)
         self.model = mujoco.MjModel.from_xml_path(str(ASSETS / self.options.xml_file))
         self.dt = self.model.opt.timestep * self.options.frame_skip  # seconds per step
@@ -82,7 +83,6 @@ class MujocoEnv(VecEnv):
         spaces = obs_space, Box(low, high, dtype=np.float32)
         super().__init__(name, num_envs, device, seed, *spaces, self.max_episode_steps)
         self._unstable: Tensor | None = None  # (N,) envs whose simulation diverged in this step
-        self.unstable_episodes = torch.zeros((), dtype=torch.int64, device=device)
 
     @property
     def qpos(self) -> Tensor:
@@ -133,7 +133,6 @@ class MujocoEnv(VecEnv):
         if self._unstable is not None:  # these episodes end, the other envs are not affected
             reward = torch.where(self._unstable, 0.0, reward)
             terminated = terminated | self._unstable
-            self.unstable_episodes += self._unstable.sum()
         return reward, terminated
 
     def _observe(self) -> Tensor:

@@ -252,7 +252,8 @@ class WarpSimulation:
                 compute(self.model, self.data)
         self.warmstart.copy_(warmstart)
         self._gather()
-        # Forces are not recomputed above, and at rest without control there are none.
+        # As after a reset in C: cfrc_ext is computed in steps only, and without control
+        # qfrc_actuator is 0.
         for name in ("cfrc_ext", "qfrc_actuator"):
             if name in self.fields:
                 self.fields[name] = torch.zeros_like(self.fields[name])
