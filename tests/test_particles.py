@@ -274,7 +274,7 @@ def scripted(env, listens: bool = True) -> torch.Tensor:
         ("SpreadContinuous", "random", 1.6),
         ("SpeakerListener", "random", 4.5),
         ("SpeakerListener", "scripted", 1.2),
-        ("SpeakerListener", "not listening", 1.6),
+        ("SpeakerListener", "message ignored", 1.6),
         ("SpeakerListenerContinuous", "random", 4.5),
     ],
 )
@@ -284,7 +284,7 @@ def test_returns_of_simple_policies(name, policy, error):
     env.reset()
     sizes, chance = env.action_mask.sum(1), torch.Generator().manual_seed(0)
     for _ in range(25):
-        if policy in ("scripted", "not listening"):
+        if policy in ("scripted", "message ignored"):
             actions = scripted(env, policy == "scripted")
         elif env.continuous:
             actions = torch.rand(env.action_space.shape, generator=chance)

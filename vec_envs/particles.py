@@ -213,7 +213,7 @@ class SpeakerListener(ParticleEnv):
     Truncated after 25 steps. First state: all places uniform in [−1, 1]², any landmark the goal.
     """
 
-    known_returns = {"random": -79.8, "not listening": -31.4, "scripted": -15.0}
+    known_returns = {"random": -79.8, "message ignored": -31.4, "scripted": -15.0}
     radius = (0.075,) * 2 + (0.04,) * 3
     state_names = (*ParticleEnv.state_names, "goal", "message")
 
