@@ -4,8 +4,8 @@
 
 Algorithm: the functions of a script (collect, losses, update, train ...), the draw of an action
 with its density, and the layer that a paper adds; not the docstring, imports, arguments and
-networks. All in lines that are not blank. A variant's changed lines are those of code, docstrings
-of the two files apart, that are not its parent's: of each place the longer side.
+networks. All in lines that are not blank. Changed lines of a variant: a diff of the two files
+without their docstrings; where the sides of a change differ in length, the longer one counts.
 """
 
 import ast
@@ -14,15 +14,12 @@ from pathlib import Path
 
 ALGOS = Path(__file__).resolve().parent.parent / "algos"
 PROGRAMS = "play", "generations", "tournament"  # run other scripts: no algorithm of their own
-POPULATIONS = "segments", "population", "agents", "leaderboard"  # of the helper, for the last two
 PARENTS = {
     "ppo": "a2c", "ppo_hterm": "ppo", "td3": "ddpg", "sac": "td3", "mod_sac": "sac", "redq": "sac",
     "crossq": "sac", "xqc": "crossq", "ddpg_hterm": "ddpg", "td3_hterm": "td3", "sac_hterm": "sac",
     "d3qn": "dqn", "sac_discrete": "sac", "pqn": "dqn", "qmix": "vdn", "matd3": "maddpg",
     "mappo": "ppo",
 }  # fmt: skip
-
-
 ADDED = "sample", "policy", "BatchRenorm", "EnsembleLinear", "Mixer"  # part of the algorithm, too
 
 
@@ -66,13 +63,11 @@ def main() -> None:
         parent = PARENTS.get(path.stem)
         diff = f"{changed_lines(ALGOS / f'{parent}.py', path):4} of {parent}" if parent else ""
         print(f"{path.stem:14}{lines:6}{docstring:11}{share:11.0%}   {diff}")
-    print("\nworker_learner")
-    helper = sorted((ALGOS / "worker_learner").glob("*.py"))
-    lengths = {path: len(path.read_text().splitlines()) for path in helper}
-    populations = sum(n for path, n in lengths.items() if path.stem in POPULATIONS)
-    for path, length in lengths.items():
-        print(f"  {path.name:14}{length:6}")
-    print(f"  in all {sum(lengths.values())}, {populations} of them for populations")
+    for folder in ("worker_learner", "populations"):
+        lengths = [(p.name, len(p.read_text().splitlines())) for p in (ALGOS / folder).glob("*.py")]
+        print(f"\n{folder}: {sum(length for _, length in lengths)}")
+        for name, length in sorted(lengths):
+            print(f"  {name:14}{length:6}")
 
 
 if __name__ == "__main__":
