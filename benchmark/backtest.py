@@ -3,13 +3,14 @@
     python benchmark/backtest.py RUN_DIR...                   runs that differ in their seed only
     python benchmark/backtest.py RUN_DIR... --tried DIR...    all others that were tried, too
     python benchmark/backtest.py RUN_DIR... --walk-forward 4  trains each anew before each fold
-    python benchmark/backtest.py RUN_DIR... --ensemble        FinRL's: the best one of each quarter
+    python benchmark/backtest.py RUN_DIR... --ensemble        FinRL's: in each quarter the run that
+                                                              was best in the one before
     python benchmark/backtest.py RUN_DIR... --figure backtest.png
 
 Of each run it takes the snapshot (best.pt or last.pt) with the higher Sharpe ratio on the
-validation years, and trades on the test years, by the dates of the run's own --env. The table
-stands at several fees, beside holding all stocks, equal weights restored daily, and the index.
-What it says of chance:
+validation years, and trades on the test years, by the dates of the run's own --env. The table is
+printed for several fees, with three comparisons: holding all stocks, equal weights restored daily,
+and the index. What it says of chance:
 
 - Sharpe ratio S with its standard error √((1 − γ₃S + ¼(γ₄ − 1)S²) / (n − 1)), γ₃ and γ₄ the
   skewness and kurtosis of the n returns (Mertens 2002);
@@ -20,7 +21,7 @@ What it says of chance:
   half of 16 blocks of time is below the median on the other half. 0.5 is chance.
 """
 
-import csv
+import functools
 import importlib
 import itertools
 import shlex
@@ -43,10 +44,8 @@ from algos.worker_learner.arguments import say_in_one_sentence
 from vec_envs.stock_trading import StockTrading, load_market
 
 sys.path.insert(0, str(Path(__file__).parent))
-from returns import commit
+from returns import ROOT, append, commit
 
-RESULTS = Path(__file__).parent / "results" / "stock.csv"
-YEAR, QUARTER = 252, 63  # days of trading
 METRICS = {
     "cumulative": "cumulative return",
     "annual": "annual return",
@@ -65,7 +64,7 @@ class Options:
     """Back-test trained policies of StockTrading."""
 
     run_dirs: tyro.conf.Positional[list[str]]
-    """folders of runs that differ in nothing but their seed"""
+    """folders of runs that differ in nothing but their seed (--ensemble: or their script)"""
     tried: list[str] = field(default_factory=list)
     """folders of all other runs that were tried before these: they count for the deflated Sharpe
     ratio and the probability of overfitting"""
@@ -76,7 +75,7 @@ class Options:
     ensemble: bool = False
     """in each quarter trade by the run with the best Sharpe ratio in the quarter before"""
     figure: str = ""
-    """draw equity, drawdown and holdings into this file"""
+    """draw equity, drawdown and holdings into this file, at the middle one of --fees"""
     results: str = ""
     """append the table's rows to this .csv"""
     what: str = "backtest"
@@ -112,7 +111,11 @@ def trade(policy: Callable[[Tensor], Tensor], env: StockTrading) -> Account:
 
 
 def chain(accounts: list[Account]) -> Account:
-    """Accounts of one fold after another: each begins with what the one before it ended with."""
+    """Accounts of one fold after another: each begins with what the one before it ended with.
+
+    What was held is turned into cash there without a fee, and bought anew at the fold's first
+    close.
+    """
     whole = accounts[0]
     for later in accounts[1:]:
         factor = whole.assets[-1] / later.assets[0]
@@ -136,7 +139,7 @@ def sharpe(returns: np.ndarray) -> float:
 def sharpe_error(returns: np.ndarray) -> float:
     """Standard error of `sharpe` for returns that are independent, but not normal."""
     ratio, away = sharpe(returns), returns - returns.mean()
-    deviation = max(returns.std(), 1e-300)
+    deviation = returns.std() or 1.0  # of a run that never trades
     skewness, kurtosis = ((away**k).mean() / deviation**k for k in (3, 4))
     variance = 1 - skewness * ratio + (kurtosis - 1) / 4 * ratio**2
     return float(np.sqrt(max(variance, 0.0) / (len(returns) - 1)))
@@ -147,7 +150,7 @@ def drawdown(assets: np.ndarray) -> np.ndarray:
     return assets / np.maximum.accumulate(assets) - 1
 
 
-def metrics(account: Account, year: float = YEAR) -> dict[str, float]:
+def metrics(account: Account, year: int) -> dict[str, float]:
     """The numbers of METRICS; `year` is the number of rows in one."""
     returns, assets = account.returns, account.assets
     cumulative = assets[-1] / assets[0] - 1
@@ -196,7 +199,8 @@ def overfitting(returns: np.ndarray, blocks: int = 16) -> float:
     def sharpes(mask: np.ndarray) -> np.ndarray:  # (combinations, N)
         n = length * blocks // 2
         mean = mask @ sums / n
-        return mean / np.sqrt((mask @ squares - n * mean**2) / (n - 1))
+        variance = ((mask @ squares - n * mean**2) / (n - 1)).clip(1e-24)
+        return np.where(variance > 1e-24, mean / np.sqrt(variance), 0.0)
 
     inside, outside = sharpes(halves), sharpes(1 - halves)
     best = np.take_along_axis(outside, inside.argmax(1)[:, None], 1)
@@ -222,9 +226,8 @@ def make_env(name: str) -> StockTrading:
 def snapshot(run_dir: str) -> dict:
     """best.pt or last.pt of a run, whichever has the higher Sharpe ratio in validation."""
     found = {}
-    for checkpoint in ("best", "last"):
-        if not Path(run_dir, f"{checkpoint}.pt").exists() and found:
-            continue
+    there = [name for name in ("best", "last") if Path(run_dir, f"{name}.pt").exists()]
+    for checkpoint in there or ["best"]:  # of which `load` says that it is missing
         saved = play.load(play.Args(run_dir, checkpoint=checkpoint))
         if vec_envs.base_name(saved["args"]["env"]) != "StockTrading":
             raise UserError(f"{run_dir} is a run on {saved['args']['env']}, not on StockTrading")
@@ -250,15 +253,14 @@ def fold_names(name: str, folds: int) -> list[str]:
     ]
 
 
-def snapshots(run_dir: str, folds: int) -> list[dict]:
-    """One policy, or one for each fold, trained where it is not yet."""
-    chosen = snapshot(run_dir)
+def snapshots(run_dir: str, chosen: dict, folds: int) -> list[dict]:
+    """The snapshot of a run, or one for each fold, trained like it where it is not yet."""
     if not folds:
         return [chosen]
     found, script = [], importlib.import_module(f"algos.{chosen['script']}")
     for number, name in enumerate(fold_names(chosen["args"]["env"], folds), 1):
         folder = f"{run_dir}/walk_forward/{number}_of_{folds}"
-        own = {"env": name, "run_dir": folder, "resume": ""}
+        own = {"env": name, "run_dir": folder, "resume": "", "pause_at": 0}
         last = play.Args(folder, checkpoint="last")
         trained = Path(folder, "last.pt").exists() and play.load(last)["step"]
         if trained < chosen["args"]["total_steps"]:
@@ -272,30 +274,32 @@ def account_of(policies: list[dict], fee: float) -> Account:
     return chain([trade(*agent_and_env(saved, split="test", fee=fee)) for saved in policies])
 
 
-def ensemble(runs: list[dict], fee: float) -> tuple[Account, list[int]]:
+def ensemble(runs: list[dict], fee: float, quarter: int) -> tuple[Account, list[int]]:
     """FinRL's strategy (Yang et al. 2020) -> its account, and which run traded in each quarter.
 
     All agents keep a paper account, from a quarter before the test on. In each quarter that agent
     trades whose paper account had the best Sharpe ratio in the quarter before. It takes over the
-    shares that its predecessor held. Unlike FinRL's, agents are not trained again.
+    shares that its predecessor held. Unlike FinRL's, agents are not trained again. `quarter` is
+    the number of rows in one.
     """
     agents, envs = zip(
         *(agent_and_env(saved, split="test", fee=fee) for saved in runs), strict=True
     )
     dates = make_env(with_options(runs[0]["args"]["env"], split="all")).dates
-    before = dates[np.searchsorted(dates, envs[0].dates[1]) - QUARTER]
+    before = dates[np.searchsorted(dates, envs[0].dates[1]) - quarter]
     paper = [trade(*agent_and_env(saved, split="test", test=before, fee=fee)) for saved in runs]
     table = np.stack([account.returns for account in paper], 1)  # (T + a quarter, runs)
-    quarters = range(0, envs[0].max_episode_steps, QUARTER)
-    chosen = [int(np.argmax([sharpe(r) for r in table[q : q + QUARTER].T])) for q in quarters]
+    quarters = range(0, envs[0].max_episode_steps, quarter)
+    chosen = [int(np.argmax([sharpe(r) for r in table[q : q + quarter].T])) for q in quarters]
     step = itertools.count()
-    return trade(lambda obs: agents[chosen[next(step) // QUARTER]](obs), envs[0]), chosen
+    return trade(lambda obs: agents[chosen[next(step) // quarter]](obs), envs[0]), chosen
 
 
 def baselines(name: str, fee: float) -> dict[str, Account]:
-    """What needs no learning, in the same environment: buy and hold, equal weights, the index."""
-    hold = make_env(with_options(name, split="test", fee=fee, actions="shares", max_shares=0))
-    equal = make_env(with_options(name, split="test", fee=fee, actions="weights"))
+    """What needs no learning, on the same prices: buy and hold, equal weights, the index."""
+    name_of = functools.partial(with_options, name, split="test", fee=fee, max_turbulence=0.0)
+    hold = make_env(name_of(actions="shares", max_shares=0))
+    equal = make_env(name_of(actions="weights"))
     stocks = len(hold.stocks)
     orders = itertools.chain([torch.ones(1, stocks)], itertools.repeat(torch.zeros(1, stocks)))
     found = {
@@ -348,15 +352,6 @@ def draw(file: str, accounts: list[Account], others: dict[str, Account]) -> None
     figure.savefig(file, dpi=120)
 
 
-def append_rows(file: str, rows: list[dict]) -> None:
-    path = Path(file)
-    with open(path, "a", newline="") as target:
-        writer = csv.DictWriter(target, list(rows[0]), lineterminator="\n")
-        if not path.stat().st_size:
-            writer.writeheader()
-        writer.writerows(rows)
-
-
 def chance(table: np.ndarray, equal: np.ndarray) -> dict[str, float]:
     """What luck could have done: of the returns (T, N) of all runs, and of equal weights (T,)."""
     found = {}
@@ -366,32 +361,50 @@ def chance(table: np.ndarray, equal: np.ndarray) -> dict[str, float]:
     return found | {"overfitting": overfitting(table) if table.shape[1] > 1 else np.nan}
 
 
+def typed(word: str) -> str:
+    """A word of the command line as it is kept: of a path, what follows the repository's folder."""
+    path = Path(word).resolve()
+    inside = path.is_relative_to(ROOT) and ("/" in word or path.exists())
+    return str(path.relative_to(ROOT)) if inside else Path(word).name
+
+
 def main(options: Options) -> list[dict]:
     """Print everything -> the rows of the table, one a strategy, seed and fee."""
     torch.set_num_threads(1)
     folds = options.walk_forward
     if not 0 <= folds <= 100:
         raise UserError(f"--walk-forward is {folds}; allowed is from 0 to 100")
-    runs = [snapshots(run_dir, folds) for run_dir in options.run_dirs]
-    others = [snapshots(run_dir, folds) for run_dir in options.tried]
-    first = snapshot(options.run_dirs[0])
-    script, env = first["script"], first["args"]["env"]
+    if options.ensemble and folds:
+        raise UserError("--ensemble and --walk-forward: one at a time")
+    runs = [snapshot(run_dir) for run_dir in options.run_dirs]
+    env = runs[0]["args"]["env"]
+    for run_dir, saved in zip(options.run_dirs, runs, strict=True):
+        other = not options.ensemble and saved["script"] != runs[0]["script"]
+        if other or saved["args"]["env"] != env:
+            one, two = (f"{x['script']} on {x['args']['env']}" for x in (runs[0], saved))
+            raise UserError(
+                f"{options.run_dirs[0]} is a run of {one}, {run_dir} of {two}; they may differ in "
+                "their seed only, with --ensemble in their script, too"
+            )
+    runs = [snapshots(*pair, folds) for pair in zip(options.run_dirs, runs, strict=True)]
+    others = [snapshots(run_dir, snapshot(run_dir), folds) for run_dir in options.tried]
+    script = ", ".join(dict.fromkeys(policies[0]["script"] for policies in runs))
     dates = make_env(with_options(env, split="test")).dates
     days = (dates[-1] - dates[0]) / np.timedelta64(1, "D")
-    year = max(YEAR, round((len(dates) - 1) / days * 365.25))  # of minutes there are more
+    year = max(1, round((len(dates) - 1) / days * 365.25))  # rows
+    quarter = max(1, year // 4)
     chosen = ", ".join(policies[0]["checkpoint"] for policies in runs)
     print(f"{script} on {env}, {dates[1]} to {dates[-1]} ({len(dates) - 1} rows)")
     print(f"snapshots that were better in validation: {chosen}")
-    words = Path(sys.argv[0]).name, *(Path(word).name for word in sys.argv[1:])
-    command = f"python benchmark/{shlex.join(words)}"
-    rows, whose = [], f"{script}, {len(runs)} seed{'s' * (len(runs) > 1)}"
+    command = f"python {shlex.join(map(typed, sys.argv))}"
+    rows, whose = [], f"{script}, {len(runs)} run{'s' * (len(runs) > 1)}"
     for fee in options.fees:
         own = [account_of(policies, fee) for policies in runs]
         tried = [account_of(policies, fee).returns for policies in others]
         without = baselines(env, fee)
         equal = without["equal weights"].returns
         if options.ensemble:
-            without["ensemble"], best = ensemble([policies[0] for policies in runs], fee)
+            without["ensemble"], best = ensemble([p[0] for p in runs], fee, quarter)
             print(f"\nensemble, which run trades in each quarter: {[x + 1 for x in best]}")
         print(f"\nfee {1e4 * fee:g} basis points\n\n| | {' | '.join(METRICS.values())} |")
         print("|---" * (len(METRICS) + 1) + "|")
@@ -406,7 +419,9 @@ def main(options: Options) -> list[dict]:
             f"{luck['deflated_excess']:.3f} (below 0.95 it may be luck); probability of back-test "
             f"overfitting {luck['overfitting']:.2f} (0.5 is chance)"
         )
-        entries = [(script, p[0]["args"]["seed"], x, luck) for p, x in zip(runs, own, strict=True)]
+        entries = [
+            (p[0]["script"], p[0]["args"]["seed"], x, luck) for p, x in zip(runs, own, strict=True)
+        ]
         for label, seed, account, extra in (
             *entries,
             *((k, "", x, {}) for k, x in without.items()),
@@ -418,7 +433,7 @@ def main(options: Options) -> list[dict]:
         if options.figure and fee == sorted(options.fees)[len(options.fees) // 2]:
             draw(options.figure, own, without)
     if options.results:
-        append_rows(options.results, rows)
+        append(Path(options.results), rows)
     return rows
 
 

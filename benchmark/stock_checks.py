@@ -4,12 +4,12 @@
     python benchmark/stock_checks.py null     prices nobody can predict: nothing may be significant
     python benchmark/stock_checks.py speed    steps a second beside FinRL's logic in a Python loop
 
-An environment in which no agent can learn, and one in which all agents seem to, both give tables
-that look like research; the first two tell them from a working one. Both train PPO (a finished run
-in --runs-dir is not trained again) and trade on the test years as benchmark/backtest.py does.
+A back-test's table can look plausible, too, where nothing can be learned, or where an error lets
+every agent profit; the first two checks find out. Both train PPO (a run in --runs-dir goes on where
+it was, a finished one is not trained again) and trade on the test years as benchmark/backtest.py
+does.
 """
 
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ import vec_envs
 
 sys.path.insert(0, str(Path(__file__).parent))
 import backtest
-from returns import ROOT, commit
+from returns import RESULTS, ROOT, append, begun_at, commit, finish
 
 ENVS = {
     "leak": "StockTrading,actions=weights,leak=true",
@@ -43,34 +43,31 @@ class Options:
     """which one"""
     runs_dir: Path = ROOT / "runs" / "stock"
     """where the run folders are"""
-    results: Path = backtest.RESULTS.parent
+    results: Path = RESULTS
     """where stock.csv and stock_speed.csv are"""
     seconds: float = 3.0
     """of each of the three measurements of speed"""
 
 
-def train(what: str, seed: int, runs_dir: Path) -> str:
-    """Train PPO, if that is not done yet -> its folder."""
-    folder = runs_dir / f"{what}{seed}"
-    command = [sys.executable, "algos/ppo.py", "--env", ENVS[what], "--seed", str(seed)]
+def train(what: str, seed: int, folder: Path, version: str) -> str:
+    """Train PPO in a folder, if that is not done yet -> the commit at which that began."""
+    command = ["python", "algos/ppo.py", "--env", ENVS[what], "--seed", str(seed)]
     command += ["--total-steps", str(STEPS[what]), "--torch-threads", "1"]
-    if (folder / "args.json").exists():
-        command = [sys.executable, "algos/ppo.py", "--resume", str(folder)]
-    else:
-        command += ["--run-dir", str(folder)]
-    last = folder / "last.pt"
-    if not last.exists() or torch.load(last, weights_only=True)["step"] < STEPS[what]:
-        subprocess.run(command, cwd=ROOT, check=True)
-    return str(folder)
+    if not finish(command, folder, version):
+        raise SystemExit(1)
+    return begun_at(folder, command)
 
 
 def learn(options: Options) -> None:
     """The leak test, or the null test."""
-    what = options.check
-    folders = [train(what, seed, options.runs_dir) for seed in SEEDS[what]]
-    given = {"results": str(options.results / "stock.csv"), "what": what}
-    given["fees"] = [0.0, 0.001] if what == "null" else [0.001]  # a cost would hide a free profit
-    rows = backtest.main(backtest.Options(folders, **given))
+    what, version = options.check, commit()
+    folders = {seed: options.runs_dir / f"{what}{seed}" for seed in SEEDS[what]}
+    begun = {seed: train(what, seed, folder, version) for seed, folder in folders.items()}
+    fees = [0.0, 0.001] if what == "null" else [0.001]  # a fee alone might hide a profit
+    rows = backtest.main(backtest.Options([*map(str, folders.values())], fees=fees, what=what))
+    for row in rows:
+        row["commit"] = begun.get(row["seed"], row["commit"])  # of the training
+    append(options.results / "stock.csv", rows)
     own = [row for row in rows if row["strategy"] == "ppo"]
     if what == "leak":
         grown = 1 + float(own[0]["cumulative"])
@@ -179,7 +176,7 @@ def speed(options: Options) -> None:
     row = {"env": name, "num_envs": many, "finrl_loop_sps": f"{finrl:.0f}", "sps": f"{ours:.0f}"}
     row |= {"ratio": f"{ours / finrl:.1f}", "commit": commit()}
     row["command"] = "python benchmark/stock_checks.py speed"
-    backtest.append_rows(str(options.results / "stock_speed.csv"), [row])
+    append(options.results / "stock_speed.csv", [row])
 
 
 if __name__ == "__main__":

@@ -14,19 +14,23 @@ import torch
 
 import vec_envs
 from algos.worker_learner import UserError
+from vec_envs.stock_trading import random_walk
 
 ROOT = Path(__file__).parent.parent
 WALK = "StockTrading,data=random_walk,actions=weights"
 
 
-@pytest.fixture(scope="module")
-def backtest():
-    path = ROOT / "benchmark" / "backtest.py"
-    spec = importlib.util.spec_from_file_location("backtest", path)
+def program(name: str):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmark" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
-    sys.modules["backtest"] = module
+    sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def backtest():
+    return program("backtest")
 
 
 @pytest.fixture
@@ -43,7 +47,7 @@ def account(backtest):
 
 def test_metrics_are_those_of_empyrical(backtest, account):
     empyrical = pytest.importorskip("empyrical")
-    found, returns = backtest.metrics(account), account.returns
+    found, returns = backtest.metrics(account, 252), account.returns
     expected = {
         "cumulative": empyrical.cum_returns_final(returns),
         "annual": empyrical.annual_return(returns),
@@ -94,6 +98,14 @@ def test_the_standard_error_of_the_sharpe_ratio_is_its_spread(backtest):
     assert said == pytest.approx(spread, rel=0.05)
 
 
+def test_a_run_that_never_trades_is_like_any_other(backtest):
+    assert backtest.sharpe_error(np.zeros(101)) == pytest.approx(0.1)
+    assert backtest.deflated_sharpe(np.zeros(101), [0.0]) == 0.5
+    good = 0.001 + trials_of(1, rows=160)[:, 0] / 100
+    table = np.stack((np.zeros(160), good), 1)
+    assert backtest.overfitting(table) == backtest.overfitting(table[:, ::-1]) == 0.0
+
+
 def test_a_chain_of_folds_is_the_whole(backtest, account):
     """Cut where nobody would notice, it is the same account again."""
     parts = []
@@ -126,6 +138,19 @@ def test_trade_keeps_the_books_of_the_environment(backtest):
     assert account.returns[1:] == pytest.approx(expected, abs=1e-12)
 
 
+def test_comparisons_do_not_flee_from_turbulence(backtest):
+    one, other = (backtest.baselines(WALK + more, 0.001) for more in ("", ",max_turbulence=15"))
+    for label, account in one.items():
+        assert np.array_equal(account.assets, other[label].assets)
+
+
+def test_paths_of_a_command_are_kept_from_the_repository_on(backtest, monkeypatch):
+    monkeypatch.chdir(ROOT / "benchmark")
+    words = ["backtest.py", "../runs/new", f"{ROOT}/runs/a", "/else/b.csv", "--fees", "0.001"]
+    expected = ["benchmark/backtest.py", "runs/new", "runs/a", "b.csv", "--fees", "0.001"]
+    assert [backtest.typed(word) for word in words] == expected
+
+
 def test_folds_cover_the_test_years_once_and_train_before_them(backtest):
     whole = vec_envs.make(f"{WALK},split=test", 1).dates[1:]
     names = backtest.fold_names(WALK, 3)
@@ -150,6 +175,20 @@ def runs(tmp_path_factory) -> list[str]:
     return folders
 
 
+@pytest.fixture
+def altered(runs, tmp_path):
+    """A copy of the second run with other arguments, of whatever script."""
+
+    def alter(script: str = "ppo", **arguments) -> str:
+        for name in ("best.pt", "last.pt"):
+            saved = torch.load(Path(runs[1], name), weights_only=True)
+            saved["args"].update(arguments)
+            torch.save({**saved, "script": script}, tmp_path / name)
+        return str(tmp_path)
+
+    return alter
+
+
 def test_real_runs_from_end_to_end(runs, tmp_path):
     command = [sys.executable, "benchmark/backtest.py", *runs, "--ensemble"]
     command += ["--results", str(tmp_path / "stock.csv"), "--figure", str(tmp_path / "a.png")]
@@ -166,6 +205,38 @@ def test_real_runs_from_end_to_end(runs, tmp_path):
     by_fee = [float(row["cumulative"]) for row in rows if row["strategy"] == "equal weights"]
     assert by_fee[0] > by_fee[1] > by_fee[2]
     assert os.path.getsize(tmp_path / "a.png") > 10_000
+    words = rows[0]["command"].split()
+    assert words[:5] == ["python", "benchmark/backtest.py", "seed1", "seed2", "--ensemble"]
+
+
+def test_only_seeds_may_differ_and_scripts_in_an_ensemble(backtest, runs, altered, monkeypatch):
+    monkeypatch.setitem(sys.modules, "algos.again", importlib.import_module("algos.ppo"))
+    options = backtest.Options([runs[0], altered(script="again")], fees=[0.0])
+    with pytest.raises(UserError, match=r"a run of ppo on .*, .* of again on .* their seed only"):
+        backtest.main(options)
+    options.ensemble = True
+    assert [row["strategy"] for row in backtest.main(options)][:2] == ["ppo", "again"]
+    altered(env=f"{WALK},steps=31")
+    with pytest.raises(UserError, match=r"ppo on .*steps=30, .* of ppo on .*steps=31; they may"):
+        backtest.main(options)
+
+
+def test_a_year_is_as_many_rows_as_the_data_have(backtest, runs, altered, tmp_path, monkeypatch):
+    weeks = np.arange("1990-01-01", "2023-01-01", 7, dtype="datetime64[D]")
+    market = random_walk(weeks, 20, 0)
+    np.savez(tmp_path / "weeks.npz", close=market.close, dates=weeks)
+    seen, real = [], backtest.ensemble
+
+    def watched(runs, fee, quarter):
+        seen.append(quarter)
+        return real(runs, fee, quarter)
+
+    monkeypatch.setattr(backtest, "ensemble", watched)
+    run = altered(env=f"StockTrading,actions=weights,data={tmp_path}/weeks.npz")
+    *_, equal, _ = backtest.main(backtest.Options([run], fees=[0.0], ensemble=True))
+    account = backtest.baselines(f"StockTrading,data={tmp_path}/weeks.npz", 0.0)["equal weights"]
+    assert float(equal["volatility"]) == pytest.approx(account.returns.std(ddof=1) * 52**0.5, 1e-4)
+    assert seen == [13] and equal["strategy"] == "equal weights"
 
 
 def test_the_snapshot_is_chosen_in_validation(backtest, runs, monkeypatch):
@@ -183,13 +254,21 @@ def test_the_snapshot_is_chosen_in_validation(backtest, runs, monkeypatch):
     assert seen == 2 * [("2017-01-02", "2018-12-31")]
 
 
-def test_walk_forward_trains_a_policy_for_each_fold(backtest, runs):
-    policies = backtest.snapshots(runs[0], 2)
+def test_a_run_that_was_never_evaluated_is_scored_by_its_last_policy(backtest, altered):
+    folder = altered()
+    os.remove(f"{folder}/best.pt")
+    assert backtest.snapshot(folder)["checkpoint"] == "last"
+
+
+def test_walk_forward_trains_a_policy_for_each_fold(backtest, altered):
+    run = altered(pause_at=1024)  # its folds do not pause
+    chosen = backtest.snapshot(run)
+    policies = backtest.snapshots(run, chosen, 2)
     assert [Path(p["args"]["run_dir"]).name for p in policies] == ["1_of_2", "2_of_2"]
     account = backtest.account_of(policies, 0.001)
     assert np.array_equal(account.dates, vec_envs.make(f"{WALK},split=test", 1).dates)
     stamps = [os.stat(p["args"]["run_dir"] + "/last.pt").st_mtime_ns for p in policies]
-    backtest.snapshots(runs[0], 2)  # not trained again
+    backtest.snapshots(run, chosen, 2)  # not trained again
     assert stamps == [os.stat(p["args"]["run_dir"] + "/last.pt").st_mtime_ns for p in policies]
 
 
@@ -203,7 +282,7 @@ def test_the_ensemble_follows_the_best_of_the_quarter_before(backtest, runs, mon
 
     saved = [backtest.snapshot(folder) for folder in runs]
     monkeypatch.setattr(backtest, "agent_and_env", fake)
-    account, chosen = backtest.ensemble(saved, 0.0)
+    account, chosen = backtest.ensemble(saved, 0.0, 63)
     env = vec_envs.make(f"{WALK},split=test", 1)
     market = vec_envs.make(f"{WALK},split=all", 1)
     start = int(np.searchsorted(market.dates, env.dates[1]))
@@ -224,6 +303,7 @@ def test_the_ensemble_follows_the_best_of_the_quarter_before(backtest, runs, mon
     [
         (["/nowhere"], "is not the folder of a run"),
         (["RUN", "--walk-forward", "-1"], "--walk-forward is -1; allowed is from 0 to 100"),
+        (["RUN", "--walk-forward", "2", "--ensemble"], "--walk-forward: one at a time"),
     ],
 )
 def test_errors_are_one_sentence(arguments, message, runs):
@@ -240,3 +320,22 @@ def test_another_environment_is_refused(backtest, tmp_path):
     )
     with pytest.raises(UserError, match="is a run on CartPole, not on StockTrading"):
         backtest.snapshot(str(tmp_path))
+
+
+def test_a_check_keeps_the_commit_of_its_training_and_takes_no_other_commands_run(
+    backtest, tmp_path, monkeypatch
+):
+    checks = program("stock_checks")
+    monkeypatch.setitem(checks.ENVS, "leak", f"{WALK},steps=20,leak=true")
+    monkeypatch.setitem(checks.STEPS, "leak", 64)
+    options = checks.Options("leak", runs_dir=tmp_path, results=tmp_path)
+    monkeypatch.setattr(checks, "commit", lambda: "of the training")
+    monkeypatch.setattr(backtest, "commit", lambda: "of the back-test")
+    checks.learn(options)
+    with open(tmp_path / "stock.csv", newline="") as file:
+        commits = {row["strategy"]: row["commit"] for row in csv.DictReader(file)}
+    others = dict.fromkeys(("buy and hold", "equal weights"), "of the back-test")
+    assert commits == {"ppo": "of the training", **others}
+    monkeypatch.setitem(checks.STEPS, "leak", 128)
+    with pytest.raises(SystemExit, match="leak1 is of another command"):
+        checks.learn(options)
