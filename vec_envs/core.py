@@ -16,8 +16,8 @@ A `VecEnv` is a `gymnasium.vector.VectorEnv` whose arrays are torch tensors, bat
   `final_obs` are the same tensor.
 - Actions are in the env's own bounds (`single_action_space`). Out-of-bounds actions are clipped; a
   control cost is charged for the action as given (MuJoCo) or as clipped (Pendulum), as in
-  Gymnasium. Wrong shapes are an error; so are NaN and numbers out of range, but on a GPU and in
-  compiled rollouts, where looking would cost a synchronisation.
+  Gymnasium. Wrong shapes are an error; so are NaN and discrete actions that do not exist, except
+  on a GPU and in compiled rollouts, where looking would cost a synchronisation.
 - `state_dict()` holds everything the future depends on: simulator, episodes, random generator.
 - One seed, one sequence of episodes. The environments' generators are seeded by `env_seeds(seed)`,
   so that they do not draw the numbers that torch draws after `torch.manual_seed(seed)`.
