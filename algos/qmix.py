@@ -227,7 +227,7 @@ def soft_update(target: nn.Module, network: nn.Module, tau: float) -> None:
 
 def update(agent: Agent, target: Agent, optimizer, td_loss, batch: dict, args: Args) -> dict:
     """One gradient step, one of the target network -> what to log."""
-    loss, losses = td_loss(agent, target, batch, args)
+    loss, losses = td_loss(agent, target, batch, args)  # compiled where --compile says so
     optimizer.zero_grad()
     loss.backward()
     average_gradients(agent)

@@ -34,27 +34,17 @@ class UserError(Exception):
 
 @dataclass
 class RunArgs:
-    """The command line that every script shares; a script may have defaults of its own."""
+    """The command line that every script shares, what is typed most often first."""
 
     env: str = "Ant"
     """environment: a name of vec_envs, a Gymnasium id, or package:Id-v0 (,option=value ...)"""
     total_steps: int = 1_000_000
     """how many environment steps to train for"""
+    seed: int = 0
+    """seed of everything that is random"""
     num_envs: int = 0
     """environments stepped together, all workers counted (0: 64; 4096 where a GPU simulates and
     --total-steps are at least 100 rollouts of them)"""
-    seed: int = 0
-    """seed of everything that is random"""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """where networks and simulation run (auto: the GPU where there is one)"""
-    env_device: Literal["same", "cpu", "cuda"] = "same"
-    """where environments simulate (same: as the networks, if they can; in workers: the CPU)"""
-    num_workers: int = 0
-    """processes that collect (0: this one, right for GPU and MuJoCo environments)"""
-    env_threads: int = 0
-    """threads that step MuJoCo on a CPU (0: one a core, shared among the workers)"""
-    torch_threads: int = 0
-    """threads of the learner's tensor operations on a CPU (0: up to 8, where that is faster)"""
     run_dir: str = ""
     """folder of this run (empty: runs/{env}__{script}__{seed}__{time})"""
     resume: str = ""
@@ -69,6 +59,16 @@ class RunArgs:
     """episodes of one evaluation"""
     checkpoint_every: int = 100_000
     """steps between checkpoints (ten minutes at most)"""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """where networks and simulation run (auto: the GPU where there is one)"""
+    env_device: Literal["same", "cpu", "cuda"] = "same"
+    """where environments simulate (same: as the networks, if they can; in workers: the CPU)"""
+    num_workers: int = 0
+    """processes that collect (0: this one, right for GPU and MuJoCo environments)"""
+    env_threads: int = 0
+    """threads that step MuJoCo on a CPU (0: one a core, shared among the workers)"""
+    torch_threads: int = 0
+    """threads of the learner's tensor operations on a CPU (0: up to 8, where that is faster)"""
     compile: Literal["auto", "none", "rollout", "default", "graphs"] = "auto"
     """torch.compile. rollout: of rollouts up to 16 steps where environments are tensor operations;
     default: of these and of the losses; graphs: with CUDA graphs (GPU only); auto: default on a
