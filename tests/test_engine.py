@@ -3,6 +3,7 @@
 import shutil
 
 import pytest
+import torch
 
 from algos import a2c, dqn, ppo, qmix, sac, vdn
 from algos.worker_learner import UserError, engine
@@ -33,6 +34,18 @@ def test_auto_compiles_where_it_pays(monkeypatch):
     assert engine.choose_compile(sac.Args(num_envs=4, total_steps=10_000), "cuda") == "default"
     monkeypatch.setattr(shutil, "which", lambda name: None)
     assert engine.choose_compile(sac.Args(num_envs=4), "cpu") == "none"
+
+
+@pytest.mark.parametrize(("limit", "most"), [("1", 1), ("", 6), ("3,1", 3), ("64", 6)])
+def test_omp_num_threads_is_a_limit(limit, most, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", limit)
+    monkeypatch.setattr(engine, "available_cores", lambda: 6)
+    tried = []
+    monkeypatch.setattr(torch, "set_num_threads", tried.append)
+    assert engine.choose_threads(sac.Args(torch_threads=5)) == 5
+    assert engine.choose_threads(sac.Args(hidden_size=64)) == 1
+    chosen = engine.choose_threads(sac.Args())
+    assert chosen in (1, most) and tried == ([1, most] if most > 1 else [])
 
 
 def test_without_a_compiler(monkeypatch, capsys):

@@ -68,7 +68,8 @@ class RunArgs:
     env_threads: int = 0
     """threads that step MuJoCo on a CPU (0: one a core, shared among the workers)"""
     torch_threads: int = 0
-    """threads of the learner's tensor operations on a CPU (0: up to 8, where that is faster)"""
+    """threads of the learner's tensor operations on a CPU (0: where that is faster, up
+    to 8 or OMP_NUM_THREADS)"""
     compile: Literal["auto", "none", "rollout", "default", "graphs"] = "auto"
     """torch.compile. rollout: of rollouts up to 16 steps where environments are tensor operations;
     default: of these and of the losses; graphs: with CUDA graphs (GPU only); auto: default on a

@@ -5,6 +5,7 @@ import contextlib
 import ctypes
 import itertools
 import os
+import re
 import shutil
 import statistics
 import sys
@@ -57,7 +58,11 @@ def choose_threads(args: Any) -> int:
     wait at the end of each operation. In narrow networks they wait more than they work. A resumed
     run keeps what its args.json says.
     """
-    cores = min(8, available_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    if "LOCAL_WORLD_SIZE" in os.environ:  # of torchrun, which also sets OMP_NUM_THREADS by itself
+        limit = available_cores() // int(os.environ["LOCAL_WORLD_SIZE"])
+    else:
+        limit = int(re.match(r"\d*", os.environ.get("OMP_NUM_THREADS", ""))[0] or 8)
+    cores = min(8, available_cores(), limit)
     width = max(getattr(args, name, 0) for name in ("hidden_size", "critic_hidden_size"))
     if args.torch_threads or width < WIDE or cores < 2:
         return args.torch_threads or 1
