@@ -10,9 +10,9 @@ After ElegantRL-Podracer (Liu et al. 2021, arXiv:2112.05923). Nobody waits for a
 
     python algos/tournament.py --algos ppo sac --env Hopper --agents 8 --root runs/t1
 
-The agent next in line goes on itself, unless the generator draws one with as few steps or fewer
-whose score is higher by more than the standard error of the gap. A copy goes on with other random
-numbers, and with hyper-parameters times 0.8 or 1.25.
+The agent next in line goes on itself, unless the generator draws one with as many steps whose score
+is higher by more than the standard error of the gap. A copy goes on with other random numbers, and
+with hyper-parameters times 0.8 or 1.25.
 
 What differs from the paper: scores are of episodes that nobody trained on, with their errors; who
 is not worse by more than that error is not replaced; agents are compared at equal training; the
@@ -64,7 +64,7 @@ def generate(population: Population, args: Args) -> None:
     begun = (*population.agents.values(), *population.flights.values())
     roots = sum(not agent.parent for agent in begun)
     if own is not None and roots >= args.agents:
-        fair = [agent for agent in unfinished if agent.pause_at <= own.pause_at]
+        fair = [agent for agent in unfinished if agent.pause_at == own.pause_at]
         other = draw(fair, args, generator)
         if other is None or not is_better(other, own):
             population.child(own, False)
