@@ -35,7 +35,7 @@ from algos.populations.agents import (
     scaled,
     scoring,
 )
-from algos.worker_learner import UserError, files
+from algos.worker_learner import UserError, files, segments
 from algos.worker_learner.segments import Here
 
 ROOT = Path(__file__).parent.parent
@@ -644,4 +644,14 @@ def test_segments_are_started_killed_and_chained_here(tmp_path):
     pool.stop("long")
     assert pool.wait(0.01) == {} and not (tmp_path / "a.txt").exists()
     pool.close()
-    assert not processes_of(tmp_path)
+    wait_for(lambda: not processes_of(tmp_path), "the end of what was started")
+
+
+def test_a_segment_whose_driver_is_gone_does_not_begin(tmp_path, monkeypatch):
+    """Killed between the start of a command and the command's wish to die with it."""
+    commands = [(["touch", str(tmp_path / "began")], str(tmp_path / "out.txt"))]
+    assert segments.perform(commands, {}) == 0 and (tmp_path / "began").exists()
+    (tmp_path / "began").unlink()
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    assert segments.perform(commands, {}) not in segments.GOOD
+    assert not (tmp_path / "began").exists()

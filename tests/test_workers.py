@@ -153,6 +153,17 @@ def test_a_compiled_rollout_is_what_the_same_envs_would_give(env):
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
+def test_runs_of_one_process_may_differ_in_their_number_of_environments():
+    """torch.compile would take a number that changes for one that is not known beforehand."""
+    for num_envs in (3, 4, 5):
+        args = RunArgs(env="CartPole", num_envs=num_envs, device="cpu", compile="rollout")
+        run = SimpleNamespace(args=args, device=torch.device("cpu"), check_rollout=lambda x: None)
+        workers = Workers(run, collect)
+        workers.start(Sign(), 2)
+        assert workers.collect()["obs"].shape == (2, num_envs, 4)
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
 def test_a_worker_that_compiled_leaves_nothing_behind(tmp_path):
     command = [sys.executable, ROOT / "algos" / "dqn.py", "--num-envs", "2", "--num-workers", "1"]
     command += ["--compile", "rollout", "--total-steps", "1500", "--eval-episodes", "1"]

@@ -95,13 +95,14 @@ def prepare(args: Any, world_size: int) -> None:
             mallopt(trim_threshold, 256 << 20)
 
 
-def compiled(function: Callable, args: Any) -> Callable:
+def compiled(function: Callable, args: Any, dynamic: bool | None = None) -> Callable:
     """`function` by torch.compile, for --compile rollout, default or graphs."""
     if args.compile == "graphs":  # whose next run overwrites what the last one gave
         graphed = torch.compile(function, mode="reduce-overhead")
         return lambda *inputs: pytree.tree_map_only(Tensor, torch.clone, graphed(*inputs))
     # On a CPU random numbers are torch's: the compiler draws its own one by one.
-    return torch.compile(function, options={"fallback_random": args.device == "cpu"})
+    options = {"fallback_random": args.device == "cpu"}
+    return torch.compile(function, dynamic=dynamic, options=options)
 
 
 class _Known(torch.autograd.Function):
@@ -154,4 +155,4 @@ def compiled_rollout(collect: Callable, envs: Any, args: Any, num_steps: int) ->
     if args.compile == "none" or not envs.compilable or num_steps > LONGEST_COMPILED:
         return collect
     envs.looks = False
-    return compiled(collect, args)
+    return compiled(collect, args, dynamic=False)  # else another run's size in this process fails

@@ -41,7 +41,10 @@ def perform(commands: Commands, variables: dict[str, str], begun: Callable = id)
 
     `begun` is called with each process. The first output's folder gets a file `host`: who runs it.
     """
-    guard = ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
+    guard = []  # and if this process is gone before it can be: they do not begin
+    if shutil.which("setpriv"):
+        alone = ["sh", "-c", '[ "$PPID" -eq "$0" ] && exec "$@"', str(os.getpid())]
+        guard = ["setpriv", "--pdeathsig", "KILL", *alone]
     status, options = 0, {"stdin": subprocess.DEVNULL, "start_new_session": True}
     if sys.platform == "linux" and not guard:  # slow where much memory is in use: it forks
         options["preexec_fn"] = lambda: ctypes.CDLL(None).prctl(1, signal.SIGKILL)

@@ -314,7 +314,7 @@ class Evaluator:
 
     def __init__(self, args: RunArgs, agent: nn.Module):
         self._agent, _ = shared(agent, {}, "the evaluator")
-        self._args, self._child = args, None  # it starts with the first snapshot
+        self._child = Child("the evaluator", _evaluator_main, self._agent, args)
         self.pending: list[tuple[int, dict[str, Tensor]]] = []  # (step, weights): scored, waiting
 
     def submit(self, step: int, weights: dict[str, Tensor]) -> None:
@@ -335,13 +335,10 @@ class Evaluator:
     def _ask(self) -> None:
         step, weights = self.pending[0]
         self._agent.load_state_dict(weights)
-        if self._child is None:
-            self._child = Child("the evaluator", _evaluator_main, self._agent, self._args)
         self._child.ask(step)
 
     def close(self) -> None:
-        if self._child is not None:
-            self._child.close()
+        self._child.close()
 
 
 def _evaluator_main(pipe, restarts, agent, args) -> None:
