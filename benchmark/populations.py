@@ -122,13 +122,15 @@ def table(options: Options) -> None:
     steps = f"{options.agents} × {options.steps} steps of {options.script}.py"
     print(f"| {steps} | method | repetitions | before | after | lost | after, each |")
     print("|---|---|---|---|---|---|---|")
-    for (env, method), rows in groups(options).items():
+    found = sorted(groups(options).items(), key=lambda x: (x[0][0], METHODS.index(x[0][1])))
+    for (env, method), rows in found:
         before, after = ([float(row[name]) for row in rows] for name in ("before", "after"))
-        error = statistics.stdev(after) / math.sqrt(len(after)) if len(after) > 1 else math.nan
-        lost = statistics.mean(before) - statistics.mean(after)
+        error = statistics.stdev(after) / math.sqrt(len(after)) if len(after) > 1 else 0.0
+        lost = round(statistics.mean(before) - statistics.mean(after))
         each = ", ".join(f"{value:.0f}" for value in sorted(after))
-        means = f"{statistics.mean(before):.0f} | {statistics.mean(after):.0f} ± {error:.0f}"
-        print(f"| {env} | {method} | {len(rows)} | {means} | {lost:.0f} | {each} |")
+        means = f"{statistics.mean(before):.0f} | {statistics.mean(after):.0f}"
+        means += f" ± {error:.0f}" * (len(after) > 1)
+        print(f"| {env} | {method} | {len(rows)} | {means} | {lost} | {each} |")
 
 
 def figure(options: Options) -> None:
