@@ -86,7 +86,8 @@ def test_a_replaced_worker_begins_anew_and_the_replay_buffer_knows():
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_environments_that_start_anew_do_not_repeat_the_runs_beginning(num_workers):
-    args = ppo.Args(env="Pendulum", num_envs=4, num_workers=num_workers, seed=3, device="cpu")
+    sizes = {"num_envs": 4, "num_workers": num_workers, "compile": "none"}
+    args = ppo.Args(env="Pendulum", seed=3, device="cpu", **sizes)
     run = SimpleNamespace(args=args, device=torch.device("cpu"), check_rollout=lambda rollout: None)
     begun = []
     for step in (None, 0, 1000, 1000, 2000):
