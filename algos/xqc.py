@@ -13,9 +13,9 @@ returns z_1 ... z_K: Q_i = Σ_k z_k p_ik. With p' those of the critic whose Q_i(
 What differs from crossq.py: `critic_loss`, `project`: cross-entropy has a bounded gradient. As
 `BatchNorm` follows each hidden layer, only the direction of weights counts; `normalize_weights`
 keeps a step's angle at what the learning rate sets: 3e-4 (1e-3), annealed to a tenth, β₁ 0.9 (0.5).
-Rewards are divided by σ, the deviation of the discounted return; z is −5 to 5. α from 0.01, to
-entropy −dim(A)/2. Not as in the paper: no target networks, one update a step (2), critics 256 wide
-(512), γ = 0.99 (1 − 5/T for episodes of T steps); BatchNorm's constants are guessed.
+Rewards are divided by σ, the deviation of the discounted return; z is −5 to 5. Four layers. α from
+0.01, to entropy −dim(A)/2. Not as in the paper: no target networks, one update a step (2), 256 units
+(512), four environments, γ = 0.99 (1 − 5/T for episodes of T steps); BatchNorm's constants guessed.
 """
 
 import math
