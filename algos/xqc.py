@@ -14,7 +14,7 @@ What differs from crossq.py: `critic_loss`, `project`: cross-entropy has a bound
 `BatchNorm` follows each hidden layer, only the direction of weights counts; `normalize_weights`
 keeps a step's angle at what the learning rate sets: 3e-4 (1e-3), annealed to a tenth, β₁ 0.9 (0.5).
 Rewards are divided by σ, the deviation of the discounted return; z is −5 to 5. Four layers. α from
-0.01, to entropy −dim(A)/2. Not as in the paper: no target networks, one update a step (2), 256 units
+0.01, to entropy −dim(A)/2. Not as in the paper: no target networks, 1 update a step (2), 256 units
 (512), four environments, γ = 0.99 (1 − 5/T for episodes of T steps); BatchNorm's constants guessed.
 """
 
