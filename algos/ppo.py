@@ -97,6 +97,7 @@ TUNED = {
                         gamma=0.98, gae_lambda=0.92),
     "Hopper": dict(learning_rate_schedule="adaptive"),
     "Walker2d": dict(num_steps=32),
+    "Swimmer": dict(num_steps=256, gamma=0.9999, gae_lambda=0.98),
     "Pendulum": dict(minibatch_size=1024, learning_rate=1e-3, gamma=0.95),
     "LunarLanderContinuous-v3": dict(gamma=0.999, gae_lambda=0.98),
     "BipedalWalker-v3": dict(total_steps=2_500_000, num_steps=256, minibatch_size=2048,

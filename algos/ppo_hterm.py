@@ -10,13 +10,12 @@ return as an energy H(π) and raise the log-probability of remembered trajectori
 
     python algos/ppo_hterm.py --env Ant
 
-L_H is advantage-weighted regression (AWR; Peng, Kumar, Zhang, Levine 2019, arXiv:1910.00177), akin
-to self-imitation (Oh, Guo, Singh, Lee 2018, arXiv:1806.05635). What differs from ppo.py:
-`remember`, `hamiltonian_term`, their part in `update`; only continuous actions, an annealed rate.
-With λ_H = 0 it is ppo.py's run with the same settings, bit for bit. What differs from AWR: PPO's
-loss beside it; Â is standardised (paper: over a temperature), w at most 3 (20) and over its mean;
-only the Gaussian's mean learns, where σ̄², the mean of σ², makes L_H the regression
-½ w ‖a − μ_θ(s)‖². R is of the present critic; nothing else corrects for a transition's age.
+L_H is advantage-weighted regression (AWR; Peng et al. 2019, arXiv:1910.00177), akin to
+self-imitation (Oh et al. 2018, arXiv:1806.05635). What differs from ppo.py: `remember`,
+`hamiltonian_term`, their part in `update`; only continuous actions, an annealed rate. λ_H = 0 gives
+ppo.py's run with the same settings, bit for bit. What differs from AWR: PPO's loss beside it; Â is
+standardised (paper: over a temperature), w at most 3 (20) and over its mean, R of the present
+critic; only the mean μ learns, where σ̄², the mean of σ², gives the regression ½ w ‖a − μ_θ(s)‖².
 """
 
 import math
@@ -84,6 +83,7 @@ TUNED = {
     "HalfCheetah": dict(num_steps=32, minibatch_size=128, learning_rate=3e-4, initial_log_std=-1.0,
                         gamma=0.98, gae_lambda=0.92),
     "Walker2d": dict(num_steps=32),
+    "Swimmer": dict(num_steps=256, gamma=0.9999, gae_lambda=0.98),
 }  # fmt: skip
 
 
