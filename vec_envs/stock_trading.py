@@ -47,7 +47,6 @@ from torch import Tensor
 from vec_envs.core import VecEnv, env_seeds
 
 SHIPPED = {"sp500": "sp500_dataset.csv.gz", "sp500_index": "sp500_index.csv.gz"}  # by skfolio
-INDICATORS = "macd", "boll_ub", "boll_lb", "rsi_30", "cci_30", "dx_30", "sma_30", "sma_60"
 TURBULENCE_ROWS = 252
 
 
@@ -334,8 +333,11 @@ def load_market(data: str, seed: int = 0) -> Market:
         dates = np.asarray(dates).astype("datetime64[s]" if len(dates) else "datetime64[D]")
     except OSError as error:
         raise ValueError(f"{data}: {error.strerror or error}") from None
-    except (KeyError, ImportError, EOFError, zipfile.BadZipFile, zlib.error, csv.Error) as error:
-        raise ValueError(f"{data}: {error}") from None
+    except (
+        *(KeyError, ValueError, ImportError, EOFError),
+        *(zipfile.BadZipFile, zlib.error, csv.Error),
+    ) as error:
+        raise ValueError(f"{data}: {error}".partition("\n")[0]) from None
     _check(data, dates, names, close)
     if (dates == dates.astype("datetime64[D]")).all():
         dates = dates.astype("datetime64[D]")
@@ -360,7 +362,7 @@ def _read_csv(path: Path) -> tuple[Any, Any, np.ndarray]:
                 dates.append(np.datetime64(line[0]))
                 close.append([float(word or "nan") for word in line[1:]])
             except ValueError as error:
-                raise ValueError(f"{path}, row {number} after the header: {error}") from None
+                raise ValueError(f"row {number} after the header: {error}") from None
     return dates, header[1:], np.array(close, np.float64)
 
 
@@ -388,7 +390,9 @@ def _check(source: str, dates: np.ndarray, names: Any, close: np.ndarray) -> Non
         )
     order = np.diff(dates) <= np.timedelta64(0)
     bad = ~(np.isfinite(close) & (close > 0))
-    if order.any():
+    if np.isnat(dates).any():
+        row, what = int(np.isnat(dates).argmax()), "the date is missing"
+    elif order.any():
         row = int(order.argmax()) + 1
         what = f"{dates[row]} comes after {dates[row - 1]}; the oldest must be first, each once"
     elif bad.any():
