@@ -229,8 +229,11 @@ def snapshot(run_dir: str) -> dict:
     there = [name for name in ("best", "last") if Path(run_dir, f"{name}.pt").exists()]
     for checkpoint in there or ["best"]:  # of which `load` says that it is missing
         saved = play.load(play.Args(run_dir, checkpoint=checkpoint))
-        if vec_envs.base_name(saved["args"]["env"]) != "StockTrading":
+        name, *words = saved["args"]["env"].split(",")
+        if name != "StockTrading":
             raise UserError(f"{run_dir} is a run on {saved['args']['env']}, not on StockTrading")
+        if any(word.startswith("split=") and word != "split=train" for word in words):
+            raise UserError(f"{run_dir} was not trained on the training years: {', '.join(words)}")
         account = trade(*agent_and_env(saved, split="validation"))
         found[sharpe(account.returns)] = {**saved, "checkpoint": checkpoint}
     return found[max(found)]
@@ -349,7 +352,10 @@ def draw(file: str, accounts: list[Account], others: dict[str, Account]) -> None
     below.set_ylabel("drawdown, percent")
     held.stackplot(accounts[0].dates[1:], accounts[0].weights.T)
     held.set(ylim=(0, 1), ylabel="holdings of run 1, parts of its assets")
-    figure.savefig(file, dpi=120)
+    try:
+        figure.savefig(file, dpi=120)
+    except (OSError, ValueError) as error:
+        raise UserError(f"--figure {file}: {error}") from None
 
 
 def chance(table: np.ndarray, equal: np.ndarray) -> dict[str, float]:
@@ -358,7 +364,8 @@ def chance(table: np.ndarray, equal: np.ndarray) -> dict[str, float]:
     for key, returns in (("deflated", table), ("deflated_excess", table - equal[:, None])):
         trials = [sharpe(column) for column in returns.T]
         found[key] = deflated_sharpe(returns[:, int(np.argmax(trials))], trials)
-    return found | {"overfitting": overfitting(table) if table.shape[1] > 1 else np.nan}
+    enough = len(table) >= 16 and table.shape[1] > 1  # a row in each block, and a choice
+    return found | {"overfitting": overfitting(table) if enough else np.nan}
 
 
 def typed(word: str) -> str:
@@ -400,7 +407,10 @@ def main(options: Options) -> list[dict]:
     rows, whose = [], f"{script}, {len(runs)} run{'s' * (len(runs) > 1)}"
     for fee in options.fees:
         own = [account_of(policies, fee) for policies in runs]
-        tried = [account_of(policies, fee).returns for policies in others]
+        tried = [account_of(policies, fee) for policies in others]
+        for run_dir, account in zip(options.tried, tried, strict=True):
+            if not np.array_equal(account.dates, own[0].dates):
+                raise UserError(f"--tried {run_dir}: its test years are not those of the others")
         without = baselines(env, fee)
         equal = without["equal weights"].returns
         if options.ensemble:
@@ -412,7 +422,7 @@ def main(options: Options) -> list[dict]:
         for label, account in without.items():
             print(line(label, [metrics(account, year)]))
 
-        luck = chance(np.stack([*(account.returns for account in own), *tried], 1), equal)
+        luck = chance(np.stack([account.returns for account in (*own, *tried)], 1), equal)
         print(
             f"\nof {len(own) + len(tried)} runs tried: deflated Sharpe ratio of the best "
             f"{luck['deflated']:.3f}, of its excess over equal weights "

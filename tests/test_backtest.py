@@ -304,6 +304,7 @@ def test_the_ensemble_follows_the_best_of_the_quarter_before(backtest, runs, mon
         (["/nowhere"], "is not the folder of a run"),
         (["RUN", "--walk-forward", "-1"], "--walk-forward is -1; allowed is from 0 to 100"),
         (["RUN", "--walk-forward", "2", "--ensemble"], "--walk-forward: one at a time"),
+        (["RUN", "--fees", "0", "--figure", "a.xyz"], "--figure a.xyz: Format 'xyz' is not supp"),
     ],
 )
 def test_errors_are_one_sentence(arguments, message, runs):
@@ -320,6 +321,39 @@ def test_another_environment_is_refused(backtest, tmp_path):
     )
     with pytest.raises(UserError, match="is a run on CartPole, not on StockTrading"):
         backtest.snapshot(str(tmp_path))
+
+
+def test_who_has_seen_the_test_years_is_refused(backtest, altered):
+    run = altered(env=f"{WALK},split=all")
+    with pytest.raises(UserError, match=r"was not trained on the training years: .*split=all"):
+        backtest.snapshot(run)
+
+
+def test_what_was_tried_in_other_years_is_refused(backtest, runs, altered):
+    tried = [altered(env=f"{WALK},test=2020-01-01")]
+    with pytest.raises(UserError, match=r"--tried .*: its test years are not those of the others"):
+        backtest.main(backtest.Options(runs[:1], tried=tried, fees=[0.0]))
+
+
+def test_too_few_rows_say_nothing_of_overfitting(backtest):
+    table = trials_of(2, rows=16)
+    assert backtest.chance(table, table[:, 0])["overfitting"] <= 1
+    assert np.isnan(backtest.chance(table[:15], table[:15, 0])["overfitting"])
+
+
+def test_the_loop_in_python_trades_as_we_do():
+    """FinRL executes at the close of the same day, we at the next: the rows are one apart."""
+    env = vec_envs.make("StockTrading,data=random_walk,max_shares=100,capital=1e7,split=test", 1)
+    env.reset(seed=0)
+    loop = program("stock_checks").FinRLLoop(env.prices[1:].numpy(), np.zeros((1100, 8, 20)))
+    loop.state[0] = 1e7  # enough: what they do with scarce cash differs
+    for action in 2 * torch.rand(100, 20, generator=torch.Generator().manual_seed(0)) - 1:
+        action[action.abs() < env.dead_zone] = 0.0
+        env.step(action[None])
+        loop.step(action.double().numpy())
+        assert loop.state[21:41] == env.shares[0].tolist()
+        assert loop.state[0] == pytest.approx(env.cash.item(), rel=1e-12)
+    assert loop.state[0] > 0 and sum(loop.state[21:41]) > 0
 
 
 def test_a_check_keeps_the_commit_of_its_training_and_takes_no_other_commands_run(
