@@ -89,8 +89,9 @@ class StockTrading(VecEnv):
     `data`: "sp500", a file (see `load_market`), "random_walk" (33 years of 20 stocks) or
     "synthetic" (five years of minutes of 93 stocks), both by `market_seed` and without any pattern.
     `split` is train, validation, test, or all; without it, training is on train and policies are
-    scored in validation. `end`: test ends before this date. `fee`: part of the value traded, each
-    way. `max_turbulence`: above it everything is sold and nothing bought;
+    scored in validation (one episode: what generations.py and tournament.py call fresh episodes
+    are the same again, with an error of 0). `end`: test ends before this date. `fee`: part of the
+    value traded, each way. `max_turbulence`: above it everything is sold and nothing bought;
     the turbulence of D stocks is about D on the average. `leak`: for testing only, the returns that
     the present order will earn on its first day are observed, too (D more numbers, in percent).
     """
