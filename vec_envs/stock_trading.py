@@ -48,6 +48,7 @@ from vec_envs.core import VecEnv, env_seeds
 
 SHIPPED = {"sp500": "sp500_dataset.csv.gz", "sp500_index": "sp500_index.csv.gz"}  # by skfolio
 TURBULENCE_ROWS = 252
+UNREADABLE = KeyError, ValueError, ImportError, EOFError, zipfile.BadZipFile, zlib.error, csv.Error
 
 
 class Market(NamedTuple):
@@ -334,10 +335,7 @@ def load_market(data: str, seed: int = 0) -> Market:
         dates = np.asarray(dates).astype("datetime64[s]" if len(dates) else "datetime64[D]")
     except OSError as error:
         raise ValueError(f"{data}: {error.strerror or error}") from None
-    except (
-        *(KeyError, ValueError, ImportError, EOFError),
-        *(zipfile.BadZipFile, zlib.error, csv.Error),
-    ) as error:
+    except UNREADABLE as error:
         raise ValueError(f"{data}: {error}".partition("\n")[0]) from None
     _check(data, dates, names, close)
     if (dates == dates.astype("datetime64[D]")).all():
