@@ -6,17 +6,17 @@ synchronous form. With the advantage Â_t and the return R_t = Â_t + V(s_t),
     L(θ) = − E[ Â_t log π_θ(a_t|s_t) ]
            + c_V ½ E[ (V(s_t) − R_t)² ] − c_H E[ H(π(·|s_t)) ]
 
-    python algos/a2c.py --env HalfCheetah    continuous actions (Box)
     python algos/a2c.py --env CartPole       discrete actions
+    python algos/a2c.py --env HalfCheetah    continuous actions (Box)
 
 A rollout is used once and thrown away; ppo.py takes many steps on it. What the paper does not have:
-- all environments step together, and one gradient is of all (the paper: asynchronous threads);
+- all environments step together, and one gradient is computed from all (paper: many threads);
 - Â_t is by `gae`; the paper's n-step return is the case λ = 1;
 - observations are normalised, rewards divided by the deviation of their return, by running
   statistics, and both cut at ±10; the statistics are saved with the agent, frozen at evaluation
   and fixed within an iteration;
 - a truncated episode bootstraps from the value of its true last observation (`gae`);
-- orthogonal weights, a last layer of the actor near zero, σ a parameter that no state changes;
+- orthogonal weights, a last layer of the actor near zero, σ does not depend on the state;
 - actor and critic share no layer, gradients are clipped to a norm, c_H is 0.
 """
 
@@ -45,6 +45,7 @@ from algos.worker_learner import (
 class Args(RunArgs):
     """A2C on any environment."""
 
+    env: str = "CartPole"
     num_steps: int = 8
     """steps of each environment in a rollout"""
     learning_rate: float = 1e-3

@@ -18,7 +18,8 @@ What differs from the paper (most values are those of TD3's authors):
   no weight decay, PyTorch's initial weights (the last layers near zero);
 - Adam's rate is 1e-3 for both networks (actor 1e-4), τ = 0.005 (0.001), batches of 256 (64);
 - four environments collect, one update per transition; a truncated episode bootstraps from its true
-  last observation.
+  last observation; with --n-step, r is a sum of n discounted rewards and `discount` γⁿ (else γ);
+  with --prioritized, `weight` is not 1.
 """
 
 import copy
@@ -200,10 +201,8 @@ def train(args: Args) -> Result:
     workers = Workers(run, collect, "bounded", ahead=True)
     agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
     target = copy.deepcopy(agent).requires_grad_(False)
-    critic_parameters = agent.critic.parameters()
-    actor_parameters = agent.actor.parameters()
-    critic_optimizer = torch.optim.Adam(critic_parameters, args.learning_rate, fused=True)
-    actor_optimizer = torch.optim.Adam(actor_parameters, args.learning_rate, fused=True)
+    critic_optimizer = torch.optim.Adam(agent.critic.parameters(), args.learning_rate, fused=True)
+    actor_optimizer = torch.optim.Adam(agent.actor.parameters(), args.learning_rate, fused=True)
     optimizers = critic_optimizer, actor_optimizer
     loss_functions = run.compile(critic_loss, actor_loss)
     replay = ReplayBuffer(run, workers.start(agent, args.num_steps), args.buffer_size)

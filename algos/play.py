@@ -44,7 +44,7 @@ class Args:
 
     run_dir: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN_DIR")]
     """folder of the run; demo or demo:hopper: a policy that comes with the code"""
-    others: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="RUN_DIR")] = ()
+    others: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="[...]")] = ()
     """folders of more runs, of any scripts, in the same environment: act by the mean of all"""
     weights: tuple[float, ...] = ()
     """of that mean, one for each run (none: all the same)"""

@@ -238,7 +238,7 @@ def ppo_loss(agent: Agent, batch: dict[str, Tensor], args: Args) -> tuple[Tensor
 
 
 def update(agent: Agent, optimizer, rollout, ppo_loss, args: Args) -> dict[str, Tensor]:
-    """Some epochs of minibatch gradient steps by `ppo_loss`, perhaps compiled -> logged means."""
+    """Some epochs of minibatch gradient steps -> mean of each logged quantity."""
     batch = prepare(agent, rollout, args)
     size, device = len(batch["obs"]), batch["obs"].device
     logged = []

@@ -48,7 +48,7 @@ class Args(RunArgs):
     num_steps: int = 64
     """steps of each environment in a rollout"""
     learning_rate: float = 5e-4
-    """of Adam, for actor and critic; falls linearly to 0"""
+    """of Adam, for actor and critic; annealed linearly to zero"""
     epochs: int = 10
     """passes over each rollout"""
     minibatch_size: int = 512
@@ -76,7 +76,7 @@ LIMITS = {
     "initial_log_std": (-10, 10),
 }
 
-# By environment: ppo.py's for MuJoCo, but Ant's λ_H and Hopper's rate; a flag wins.
+# By environment: ppo.py's for MuJoCo, except Ant's λ_H and Hopper's rate; a flag wins.
 TUNED = {
     "Ant": dict(total_steps=2_500_000, num_steps=32, epochs=4, minibatch_size=1024,
                 learning_rate=1e-3, initial_log_std=-1.0, hterm_coef=0.1),

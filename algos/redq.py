@@ -111,16 +111,16 @@ class Actor(nn.Module):
         return mean.tanh()
 
     def sample(self, obs: Tensor) -> tuple[Tensor, Tensor]:
-        """a = tanh(u), u ~ N(μ(s), σ(s)²) -> a (B, act_dim), log π(a|s) (B,).
-
-        log π(a|s) = log N(u; μ, σ²) − Σ log(1 − tanh²u), where, without cancellation,
-        log(1 − tanh²u) = 2 (log 2 − u − softplus(−2u)).
-        """
+        """a = tanh(u), u ~ N(μ(s), σ(s)²) -> a (B, act_dim), log π(a|s) (B,)."""
         mean, log_std = self.mean_and_log_std(obs).chunk(2, -1)
         normal = Normal(mean, log_std.clamp(-20, 2).exp(), validate_args=False)
         u = normal.rsample()
-        log_slope = 2 * (math.log(2) - u - F.softplus(-2 * u))
-        return u.tanh(), (normal.log_prob(u) - log_slope).sum(-1)
+        return u.tanh(), log_density(normal, u)
+
+
+def log_density(normal: Normal, u: Tensor) -> Tensor:
+    """log π(a|s) = log N(u; μ, σ²) − Σ log(1 − tanh²u), the last without cancellation, (...)."""
+    return (normal.log_prob(u) - 2 * (math.log(2) - u - F.softplus(-2 * u))).sum(-1)
 
 
 class EnsembleLinear(nn.Module):
@@ -227,7 +227,7 @@ def soft_update(target: nn.Module, network: nn.Module, tau: float) -> None:
 
 
 def update(agent, target: Critics, optimizers, loss_functions, batch, number: int, args: Args):
-    """Step `number` of the critics, perhaps one of the actor -> what to log, the TD errors (B,)."""
+    """Step `number` of the critics, perhaps of the actor -> what to log, mean |TD error| (B,)."""
     critic_optimizer, actor_optimizer = optimizers
     critic_loss, actor_loss = loss_functions  # those above, compiled where --compile says so
 
@@ -261,9 +261,8 @@ def train(args: Args) -> Result:
     workers = Workers(run, collect, "bounded", ahead=True)
     agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
     target = copy.deepcopy(agent.critics).requires_grad_(False)
-    critic_parameters = agent.critics.parameters()
+    critic_optimizer = torch.optim.Adam(agent.critics.parameters(), args.learning_rate, fused=True)
     actor_parameters = [*agent.actor.parameters(), agent.log_temperature]
-    critic_optimizer = torch.optim.Adam(critic_parameters, args.learning_rate, fused=True)
     actor_optimizer = torch.optim.Adam(actor_parameters, args.learning_rate, fused=True)
     optimizers = critic_optimizer, actor_optimizer
     loss_functions = run.compile(critic_loss, actor_loss)

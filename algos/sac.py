@@ -1,7 +1,7 @@
 """Soft actor-critic (SAC): td3.py with a stochastic policy that is rewarded for its entropy.
 
 Haarnoja, Zhou, Abbeel, Levine 2018, arXiv:1801.01290; the learned temperature, arXiv:1812.05905.
-With α the temperature, a' and ã drawn anew from π at s' and s, and Q̄ the slow target networks,
+With α the temperature, a' drawn from π(·|s') and ã from π(·|s) anew, Q̄ the slow target networks,
 
     y    = r + γ (1 − terminated) ( min_i Q̄_i(s', a') − α log π(a'|s') )
     L(Q) = Σ_i E[ ½ ( Q_i(s, a) − y )² ]
@@ -16,7 +16,8 @@ What differs from td3.py:
   of π does what these did.
 - `temperature_loss`: α follows the entropy.
 What differs from the paper: four environments collect, Adam's rate is td3.py's 1e-3 (paper: 3e-4),
-L(α) has log α in the place of α (the gradient has the same sign).
+L(α) has log α in the place of α (the gradient has the same sign). With --n-step, r is a sum of n
+discounted rewards and `discount` γⁿ (else γ); with --prioritized, `weight` is not 1.
 """
 
 import copy
@@ -95,16 +96,16 @@ class Actor(nn.Module):
         return mean.tanh()
 
     def sample(self, obs: Tensor) -> tuple[Tensor, Tensor]:
-        """a = tanh(u), u ~ N(μ(s), σ(s)²) -> a (B, act_dim), log π(a|s) (B,).
-
-        log π(a|s) = log N(u; μ, σ²) − Σ log(1 − tanh²u), where, without cancellation,
-        log(1 − tanh²u) = 2 (log 2 − u − softplus(−2u)).
-        """
+        """a = tanh(u), u ~ N(μ(s), σ(s)²) -> a (B, act_dim), log π(a|s) (B,)."""
         mean, log_std = self.mean_and_log_std(obs).chunk(2, -1)
         normal = Normal(mean, log_std.clamp(-20, 2).exp(), validate_args=False)
         u = normal.rsample()
-        log_slope = 2 * (math.log(2) - u - F.softplus(-2 * u))
-        return u.tanh(), (normal.log_prob(u) - log_slope).sum(-1)
+        return u.tanh(), log_density(normal, u)
+
+
+def log_density(normal: Normal, u: Tensor) -> Tensor:
+    """log π(a|s) = log N(u; μ, σ²) − Σ log(1 − tanh²u), the last without cancellation, (...)."""
+    return (normal.log_prob(u) - 2 * (math.log(2) - u - F.softplus(-2 * u))).sum(-1)
 
 
 class Critics(nn.Module):
@@ -212,9 +213,8 @@ def update(agent: Agent, target: Critics, optimizers, loss_functions, batch: dic
     agent.critics.requires_grad_(True)
 
     soft_update(target, agent.critics, args.tau)
-    temperature = agent.log_temperature.detach().exp()
-    losses = {"critic": q_loss, "actor": policy_loss}
-    return losses | {"entropy": -log_prob.mean(), "temperature": temperature}, td_error
+    losses = {"critic": q_loss, "actor": policy_loss, "entropy": -log_prob.mean()}
+    return losses | {"temperature": agent.log_temperature.detach().exp()}, td_error
 
 
 def train(args: Args) -> Result:
@@ -223,9 +223,8 @@ def train(args: Args) -> Result:
     workers = Workers(run, collect, "bounded", ahead=True)
     agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
     target = copy.deepcopy(agent.critics).requires_grad_(False)
-    critic_parameters = agent.critics.parameters()
+    critic_optimizer = torch.optim.Adam(agent.critics.parameters(), args.learning_rate, fused=True)
     actor_parameters = [*agent.actor.parameters(), agent.log_temperature]
-    critic_optimizer = torch.optim.Adam(critic_parameters, args.learning_rate, fused=True)
     actor_optimizer = torch.optim.Adam(actor_parameters, args.learning_rate, fused=True)
     optimizers = critic_optimizer, actor_optimizer
     loss_functions = run.compile(critic_loss, actor_loss)

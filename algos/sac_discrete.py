@@ -65,10 +65,10 @@ class Args(TransitionArgs):
     """γ, the discount factor"""
     tau: float = 0.01
     """τ: how far the target networks move towards the critics at each update"""
-    target_entropy: float = 0.3
+    target_entropy_ratio: float = 0.3
     """H̄ in the end, as a part of log |A|, the entropy of a uniformly random action"""
     exploration_fraction: float = 0.2
-    """part of the run during which H̄ falls from the paper's 0.98 to --target-entropy"""
+    """part of the run during which H̄ falls from the paper's 0.98 to that"""
     exploration_length: float = 1.0
     """L: for how many steps an action is taken, in the mean, where π is uniform (1: drawn anew)"""
     initial_temperature: float = 0.2
@@ -79,7 +79,7 @@ class Args(TransitionArgs):
 
 LIMITS = {
     **dict.fromkeys(("num_steps", "batch_size", "buffer_size", "hidden_size"), (1, None)),
-    **dict.fromkeys(("gamma", "tau", "target_entropy", "exploration_fraction"), (0, 1)),
+    **dict.fromkeys(("gamma", "tau", "target_entropy_ratio", "exploration_fraction"), (0, 1)),
     "exploration_length": (1, None),
     "initial_temperature": (1e-9, None),
 }
@@ -166,7 +166,7 @@ def collect(agent: Agent, envs: vec_envs.VecEnv, rollout: dict[str, Tensor]) -> 
 def target_entropy_at(step: int, args: Args) -> float:
     """H̄ / log |A|: from 0.98 linearly to its final value, and there it stays."""
     progress = min(step / max(args.exploration_fraction * args.total_steps, 1), 1)
-    return 0.98 - (0.98 - args.target_entropy) * progress
+    return 0.98 - (0.98 - args.target_entropy_ratio) * progress
 
 
 def critic_loss(agent: Agent, target: Critics, batch: dict, args: Args) -> tuple[Tensor, Tensor]:
@@ -238,9 +238,8 @@ def train(args: Args) -> Result:
     workers = Workers(run, collect, "discrete", ahead=True)
     agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
     target = copy.deepcopy(agent.critics).requires_grad_(False)
-    critic_parameters = agent.critics.parameters()
+    critic_optimizer = torch.optim.Adam(agent.critics.parameters(), args.learning_rate, fused=True)
     actor_parameters = [*agent.actor.parameters(), agent.log_temperature]
-    critic_optimizer = torch.optim.Adam(critic_parameters, args.learning_rate, fused=True)
     actor_optimizer = torch.optim.Adam(actor_parameters, args.learning_rate, fused=True)
     optimizers = critic_optimizer, actor_optimizer
     loss_functions = run.compile(critic_loss, actor_loss)

@@ -1,10 +1,8 @@
 """SAC with the Hamiltonian term (H-term): sac.py plus a policy gradient along K-step windows.
 
-Liu & Fang 2020 (NeurIPS workshop); Liu, Li, Wu, Wang 2023, "Stationary Deep RL with Quantum K-spin
-Hamiltonian Regularization" (ICLR workshop). The energy H is minus the expected K-step return: where
-the actor of SAC sees single states, it learns from H what K actions in a row led to. Windows are K
-steps in a row from the newest part of the replay buffer, u is the action before tanh, b the policy
-that drew it, m_j is 1 until an episode ends, V̄(s) = min_i Q̄_i(s, ã) − α log π(ã|s):
+Liu & Fang 2020; Liu, Li, Wu, Wang 2023 (NeurIPS and ICLR workshops): the energy H is minus the
+expected K-step return. Windows are K of the newest steps in a row, u is the action before tanh, b
+the policy that drew it, m_j is 1 until an episode ends, V̄(s) = min_i Q̄_i(s, ã) − α log π(ã|s):
 
     δ_j = r_j − α log π(a_j|s_j) + γ (1 − terminated_j) V̄(s_{j+1}) − V̄(s_j)
     w_j = min( 1, exp Σ_{i≤j} log π(a_i|s_i)/b(a_i|s_i) )
@@ -73,8 +71,7 @@ class Args(ReplayArgs):
 
 
 LIMITS = {
-    **dict.fromkeys(("batch_size", "buffer_size", "hidden_size"), (1, None)),
-    **dict.fromkeys(("hterm_length", "hterm_newest"), (1, None)),
+    **dict.fromkeys(("batch_size", "buffer_size", "hidden_size", "hterm_length"), (1, None)),
     **dict.fromkeys(("gamma", "tau"), (0, 1)),
 }
 
@@ -98,11 +95,9 @@ class Actor(nn.Module):
         self.mean_and_log_std = mlp(obs_dim, hidden, 2 * act_dim)
 
     def forward(self, obs: Tensor) -> Tensor:
-        mean, _ = self.mean_and_log_std(obs).chunk(2, -1)
-        return mean.tanh()
+        return self.normal(obs).mean.tanh()
 
-    def normal(self, obs: Tensor) -> Normal:
-        """N(μ(s), σ(s)²), from which u is drawn."""
+    def normal(self, obs: Tensor) -> Normal:  # N(μ(s), σ(s)²), from which u is drawn
         mean, log_std = self.mean_and_log_std(obs).chunk(2, -1)
         return Normal(mean, log_std.clamp(-20, 2).exp(), validate_args=False)
 
@@ -110,13 +105,12 @@ class Actor(nn.Module):
         """a = tanh(u), u ~ N(μ(s), σ(s)²) -> a (B, act_dim), log π(a|s) (B,)."""
         normal = self.normal(obs)
         u = normal.rsample()
-        slope = log_slope(u)
-        return u.tanh(), (normal.log_prob(u) - slope).sum(-1)  # log π(a|s) = log N(u) − log da/du
+        return u.tanh(), log_density(normal, u)
 
 
-def log_slope(u: Tensor) -> Tensor:
-    """log da/du = log(1 − tanh²u) = 2 (log 2 − u − softplus(−2u)), without cancellation."""
-    return 2 * (math.log(2) - u - F.softplus(-2 * u))
+def log_density(normal: Normal, u: Tensor) -> Tensor:
+    """log π(a|s) = log N(u; μ, σ²) − Σ log(1 − tanh²u), the last without cancellation, (...)."""
+    return (normal.log_prob(u) - 2 * (math.log(2) - u - F.softplus(-2 * u))).sum(-1)
 
 
 class Critics(nn.Module):
@@ -157,20 +151,16 @@ class Agent(nn.Module):
 
 @torch.no_grad()
 def collect(agent: Agent, envs: vec_envs.VecEnv, rollout: dict[str, Tensor]) -> None:
-    """T steps in every environment: actions drawn from π, uniform ones at first."""
+    """T steps in every environment: actions drawn from π, uniform at first (log b = 10⁹: w = 0)."""
     for t in range(len(rollout["obs"])):
         obs = envs.obs
         normal = agent.actor.normal(obs)
         u = normal.rsample()
-        uniform = 2 * torch.rand_like(u) - 1
-        action = torch.where(agent.warm_up, uniform, u.tanh())
-        log_prob = normal.log_prob(u) - log_slope(u)
-        u = torch.where(agent.warm_up, uniform.clamp(-1 + 1e-6, 1 - 1e-6).atanh(), u)
+        action = torch.where(agent.warm_up, 2 * torch.rand_like(u) - 1, u.tanh())
         rollout["obs"][t] = obs
         rollout["action"][t] = action
         rollout["raw_action"][t] = u
-        # log b: uniform actions have the density ½ in each dimension
-        rollout["log_prob"][t] = torch.where(agent.warm_up, -math.log(2), log_prob).sum(-1)
+        rollout["log_prob"][t] = torch.where(agent.warm_up, 1e9, log_density(normal, u))
         _, reward, terminated, truncated, info = envs.step(agent.to_env(action))
         rollout["reward"][t] = reward
         rollout["next_obs"][t] = info["final_obs"]  # the true one, at an episode's end too
@@ -208,19 +198,16 @@ def temperature_loss(agent: Agent, log_prob: Tensor) -> Tensor:
 def hamiltonian_term(agent, target: Critics, windows: dict, args: Args) -> tuple[Tensor, Tensor]:
     """− (1/Σm) Σ m_i ĝ_i log π(a_i|s_i), and the effective sample size (Σw)²/Σw²."""
     mask, total = windows["mask"], mean_over_learners(windows["mask"].sum())
-    normal, u = agent.actor.normal(windows["obs"]), windows["raw_action"]
-    log_prob = (normal.log_prob(u) - log_slope(u)).sum(-1)  # (K, L)
+    log_prob = log_density(agent.actor.normal(windows["obs"]), windows["raw_action"])  # (K, L)
     with torch.no_grad():
         # s_0 ... s_K: next_obs_j is obs_{j+1}, or an episode's true last one, after which m = 0
         states = torch.cat((windows["obs"][:1], windows["next_obs"]))  # (K + 1, L, obs_dim)
-        action, state_log_prob = agent.actor.sample(states)
-        temperature = agent.log_temperature.exp()
-        value = torch.minimum(*target(states, action)) - temperature * state_log_prob
-        reward = windows["reward"] - temperature * log_prob
+        action, new_log_prob = agent.actor.sample(states)
+        value = torch.minimum(*target(states, action)) - agent.log_temperature.exp() * new_log_prob
+        reward = windows["reward"] - agent.log_temperature.exp() * log_prob
         delta = reward + args.gamma * ~windows["terminated"] * value[1:] - value[:-1]
         w = (log_prob - windows["log_prob"]).cumsum(0).exp().clamp(max=1)
-        powers = args.gamma ** torch.arange(len(mask), device=mask.device, dtype=mask.dtype)
-        g = (powers.unsqueeze(1) * mask * w * delta).flip(0).cumsum(0).flip(0)
+        g = (windows["discount"] * mask * w * delta).flip(0).cumsum(0).flip(0)
         sum_g, sum_w = mean_over_learners(torch.stack(((mask * g).sum(), (mask * w).sum())))
         g = g - w * sum_g / sum_w.clamp(min=1e-8)  # E[w ∇log π] = 0, but for the truncation
         mean_square = mean_over_learners((mask * g.square()).sum()) / total
@@ -252,25 +239,21 @@ def update(agent, target, optimizers, loss_functions, batch, windows, coef, args
     actor_optimizer.zero_grad()
     (policy_loss + temperature_loss(agent, log_prob)).backward()  # they share no parameter
     average_gradients(agent.actor, agent.log_temperature)
-    losses = {"critic": q_loss, "actor": policy_loss}
+    losses = {"critic": q_loss, "actor": policy_loss, "entropy": -log_prob.mean()}
     if windows is not None:
         hterm, sample_size = hamiltonian_term(agent, target, windows, args)
         base = [parameter.grad for parameter in agent.actor.parameters()]  # ∇L without the term
         agent.actor.zero_grad()
-        hterm.backward()
+        (coef * hterm).backward()  # and then λ ‖∇L_H‖ ≤ ¼ ‖∇L‖
         average_gradients(agent.actor)
-        gradients = [parameter.grad for parameter in agent.actor.parameters()]  # ∇L_H
-        norm, hterm_norm = nn.utils.get_total_norm(base), nn.utils.get_total_norm(gradients)
-        coef = (0.25 * norm / (hterm_norm + 1e-12)).clamp(max=coef)  # λ ‖∇L_H‖ ≤ ¼ ‖∇L‖
-        for gradient, base_gradient in zip(gradients, base, strict=True):
-            gradient.mul_(coef).add_(base_gradient)
+        nn.utils.clip_grad_norm_(agent.actor.parameters(), 0.25 * nn.utils.get_total_norm(base))
+        torch._foreach_add_([parameter.grad for parameter in agent.actor.parameters()], base)
         losses |= {"hamiltonian": hterm, "effective_sample_size": sample_size}
     actor_optimizer.step()
     agent.critics.requires_grad_(True)
 
     soft_update(target, agent.critics, args.tau)
-    temperature = agent.log_temperature.detach().exp()
-    return losses | {"entropy": -log_prob.mean(), "temperature": temperature}
+    return losses | {"temperature": agent.log_temperature.detach().exp()}
 
 
 def train(args: Args) -> Result:
@@ -291,7 +274,7 @@ def train(args: Args) -> Result:
         actor_optimizer=actor_optimizer, workers=workers, replay=replay,
     )  # fmt: skip
 
-    shape = max(1, args.batch_size // args.hterm_length), args.hterm_length  # B, K
+    shape = max(1, args.batch_size // args.hterm_length), args.hterm_length  # L, K
     losses: dict[str, Tensor] = {}  # of the last update
     while step < args.total_steps:
         agent.warm_up.fill_(step < args.warmup_steps)

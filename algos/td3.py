@@ -15,8 +15,9 @@ What differs from ddpg.py, each against the overestimated values that the actor 
 - `critic_loss`: noise on the target actor's action, so that a narrow peak of Q̄ counts less.
 - `update`: actor and target networks move after every d-th update of the critics.
 What differs from the paper: two layers of 256 (400 and 300), batches of 256 (100), 10,000 steps of
-uniform actions (1000 on all tasks but HalfCheetah and Ant), four environments collect, and a' is
-clipped to the action range (as in the authors' code).
+uniform actions (1000 on all tasks except HalfCheetah and Ant), four environments collect, and a' is
+clipped to the action range (as in the authors' code). With --n-step, r is a sum of n discounted
+rewards and `discount` γⁿ (else γ); with --prioritized, `weight` is not 1.
 """
 
 import copy
@@ -210,10 +211,8 @@ def train(args: Args) -> Result:
     workers = Workers(run, collect, "bounded", ahead=True)
     agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
     target = copy.deepcopy(agent).requires_grad_(False)
-    critic_parameters = agent.critics.parameters()
-    actor_parameters = agent.actor.parameters()
-    critic_optimizer = torch.optim.Adam(critic_parameters, args.learning_rate, fused=True)
-    actor_optimizer = torch.optim.Adam(actor_parameters, args.learning_rate, fused=True)
+    critic_optimizer = torch.optim.Adam(agent.critics.parameters(), args.learning_rate, fused=True)
+    actor_optimizer = torch.optim.Adam(agent.actor.parameters(), args.learning_rate, fused=True)
     optimizers = critic_optimizer, actor_optimizer
     loss_functions = run.compile(critic_loss, actor_loss)
     replay = ReplayBuffer(run, workers.start(agent, args.num_steps), args.buffer_size)

@@ -196,8 +196,7 @@ def hamiltonian_term(agent, target: Agent, windows: dict, args: Args) -> tuple[T
         value = torch.minimum(*target.critics(states, target.actor(states)))
         delta = windows["reward"] + args.gamma * ~windows["terminated"] * value[1:] - value[:-1]
         w = (policy.log_prob(u).sum(-1) - windows["log_prob"]).cumsum(0).exp().clamp(max=1)
-        powers = args.gamma ** torch.arange(len(mask), device=mask.device, dtype=mask.dtype)
-        g = (powers.unsqueeze(1) * mask * w * delta).flip(0).cumsum(0).flip(0)
+        g = (windows["discount"] * mask * w * delta).flip(0).cumsum(0).flip(0)
         mean_square = mean_over_learners((mask * g.square()).sum()) / total
         g = g / (agent.mean_square_g.lerp_(mean_square, 0.01).sqrt() + 1e-6)
         sample_size = (mask * w).sum().square() / ((mask * w.square()).sum() + 1e-8)
@@ -239,13 +238,10 @@ def update(agent, target, optimizers, loss_functions, batch, number, windows, co
         hterm, sample_size = hamiltonian_term(agent, target, windows, args)
         base = [parameter.grad for parameter in agent.actor.parameters()]  # ∇L without the term
         agent.actor.zero_grad()
-        hterm.backward()
+        (coef * hterm).backward()  # and then λ ‖∇L_H‖ ≤ ¼ ‖∇L‖
         average_gradients(agent.actor)
-        gradients = [parameter.grad for parameter in agent.actor.parameters()]  # ∇L_H
-        norm, hterm_norm = nn.utils.get_total_norm(base), nn.utils.get_total_norm(gradients)
-        coef = (0.25 * norm / (hterm_norm + 1e-12)).clamp(max=coef)  # λ ‖∇L_H‖ ≤ ¼ ‖∇L‖
-        for gradient, base_gradient in zip(gradients, base, strict=True):
-            gradient.mul_(coef).add_(base_gradient)
+        nn.utils.clip_grad_norm_(agent.actor.parameters(), 0.25 * nn.utils.get_total_norm(base))
+        torch._foreach_add_([parameter.grad for parameter in agent.actor.parameters()], base)
         losses |= {"hamiltonian": hterm, "effective_sample_size": sample_size}
     actor_optimizer.step()
     agent.critics.requires_grad_(True)
@@ -271,7 +267,7 @@ def train(args: Args) -> Result:
         actor_optimizer=actor_optimizer, workers=workers, replay=replay,
     )  # fmt: skip
 
-    shape = max(1, args.batch_size // args.hterm_length), args.hterm_length  # B, K
+    shape = max(1, args.batch_size // args.hterm_length), args.hterm_length  # L, K
     losses: dict[str, Tensor] = {}  # of the last update
     while step < args.total_steps:
         agent.warm_up.fill_(step < args.warmup_steps)

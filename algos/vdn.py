@@ -17,8 +17,8 @@ What differs from the paper:
   gets the agent's identity as an input; an action that is not available is never the best;
 - batches are windows of `num_steps` steps, from wherever in the replay buffer, not episodes; an
   episode that is truncated inside a window bootstraps from its true last observation;
-- rewards are divided by the standard deviation of the return, as it is when they are replayed, and
-  cut at ±10; observations are normalised;
+- rewards are stored as they are; when sampled they are divided by the present standard deviation
+  of the return and cut at ±10; observations are normalised;
 - w_t: an error that lowers the value has the weight α (Rashid, Farquhar, Peng, Whiteson 2020,
   arXiv:2006.10800), which grows from 0.1 to 1 in the first half of the run: where a reward needs
   two agents, one that does its part alone earns nothing, and would unlearn it.

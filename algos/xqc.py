@@ -118,16 +118,16 @@ class Actor(nn.Module):
         return mean.tanh()
 
     def sample(self, obs: Tensor) -> tuple[Tensor, Tensor]:
-        """a = tanh(u), u ~ N(μ(s), σ(s)²) -> a (B, act_dim), log π(a|s) (B,).
-
-        log π(a|s) = log N(u; μ, σ²) − Σ log(1 − tanh²u), where, without cancellation,
-        log(1 − tanh²u) = 2 (log 2 − u − softplus(−2u)).
-        """
+        """a = tanh(u), u ~ N(μ(s), σ(s)²) -> a (B, act_dim), log π(a|s) (B,)."""
         mean, log_std = self.mean_and_log_std(obs).chunk(2, -1)
         normal = Normal(mean, log_std.clamp(-20, 2).exp(), validate_args=False)
         u = normal.rsample()
-        log_slope = 2 * (math.log(2) - u - F.softplus(-2 * u))
-        return u.tanh(), (normal.log_prob(u) - log_slope).sum(-1)
+        return u.tanh(), log_density(normal, u)
+
+
+def log_density(normal: Normal, u: Tensor) -> Tensor:
+    """log π(a|s) = log N(u; μ, σ²) − Σ log(1 − tanh²u), the last without cancellation, (...)."""
+    return (normal.log_prob(u) - 2 * (math.log(2) - u - F.softplus(-2 * u))).sum(-1)
 
 
 class Critics(nn.Module):

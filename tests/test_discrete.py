@@ -333,10 +333,10 @@ def test_epsilon_falls_linearly_and_stays(module):
 
 
 def test_target_entropy_falls_linearly_and_stays():
-    args = sac_discrete.Args(total_steps=1000, exploration_fraction=0.5, target_entropy=0.38)
+    args = sac_discrete.Args(total_steps=1000, exploration_fraction=0.5, target_entropy_ratio=0.38)
     for step, entropy in ((0, 0.98), (250, 0.68), (500, 0.38), (900, 0.38)):
         assert sac_discrete.target_entropy_at(step, args) == pytest.approx(entropy)
-    args.target_entropy = 1.0  # above the 0.98 where it begins
+    args.target_entropy_ratio = 1.0  # above the 0.98 where it begins
     assert sac_discrete.target_entropy_at(2000, args) == pytest.approx(1.0)
 
 

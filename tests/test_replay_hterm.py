@@ -68,6 +68,7 @@ def random_windows(script):
         "terminated": terminated,
         "done": done,
         "mask": mask,
+        "discount": GAMMA ** torch.arange(LENGTH, dtype=torch.float64).unsqueeze(1),
     }
 
 
@@ -344,7 +345,8 @@ def test_an_update_adds_the_capped_gradient_of_the_term(script):
         found, base, term = update_of(script, coef, random_windows(script))
         allowed = min(coef, 0.25 * base.norm().item() / term.norm().item())
         assert (allowed == coef) == (coef < 1)
-        torch.testing.assert_close(found, base + allowed * term, rtol=1e-9, atol=1e-12)
+        # clip_grad_norm_ divides by the norm + 1e-6
+        torch.testing.assert_close(found, base + allowed * term, rtol=1e-7, atol=1e-10)
         assert (allowed * term).norm() > 1e-6 * base.norm()
 
 
@@ -415,10 +417,14 @@ def rollout_of(script, agent, num_steps, num_envs, warm_up=False):
 @pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.parametrize("warm_up", [False, True])
 def test_u_and_the_density_are_stored(script, warm_up):
-    """SAC: log b of the action; the others: of what is clipped; by torch.distributions."""
+    """SAC: log b of the action, 10⁹ of a uniform one; the others: of what is clipped."""
     agent, _, _ = make_agent(script, num_envs=300)
     rollout = rollout_of(script, agent, 20, 300, warm_up)
     u, action, obs = rollout["raw_action"], rollout["action"], rollout["obs"]
+    assert abs(action.std() - 3**-0.5) < 0.02 or not warm_up
+    if script is sac_hterm and warm_up:
+        assert (rollout["log_prob"] == 1e9).all()
+        return
     if script is sac_hterm:
         torch.testing.assert_close(u.tanh(), action, atol=2e-6, rtol=0)
         mean, log_std = agent.actor.mean_and_log_std(obs).chunk(2, -1)
@@ -433,7 +439,6 @@ def test_u_and_the_density_are_stored(script, warm_up):
     ends = torch.tensor([-1 - 1e-9, 1 + 1e-9], dtype=torch.float64)
     uniform = distributions.Uniform(*ends)
     expected = (uniform if warm_up else policy).log_prob(drawn).sum(-1)
-    assert abs(action.std() - 3**-0.5) < 0.02 or not warm_up
     torch.testing.assert_close(rollout["log_prob"], expected, atol=1e-8, rtol=1e-8)
 
 

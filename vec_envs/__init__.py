@@ -68,8 +68,9 @@ def make(
         known = [*NAMES, *gymnasium.registry]
         by_lower_case = {known_name.lower(): known_name for known_name in known}
         nearest = difflib.get_close_matches(name.lower(), by_lower_case, n=4, cutoff=0.5)
-        hint = ", ".join(by_lower_case[match] for match in nearest) or ", ".join(NAMES)
-        raise ValueError(f"unknown environment {name!r}; the nearest names are {hint}")
+        hint = ", ".join(by_lower_case[match] for match in nearest)
+        hint = f"the nearest names are {hint}" if hint else f"known are {', '.join(NAMES)}"
+        raise ValueError(f"unknown environment {name!r}; {hint}")
     from vec_envs.gym import GymEnv, SeveralAgents
     from vec_envs.several_agents import PETTINGZOO, SMAC, MultiAgentGymEnv
 

@@ -68,7 +68,7 @@ class IsaacLab(VecEnv):
         return self.obs, {}
 
     def step(self, action: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, dict[str, Any]]:
-        """As `VecEnv.step`, but `final_obs` is the observation before where an episode ended."""
+        """As `VecEnv.step`; where an episode ended `final_obs` is the observation before."""
         if self.obs is None:
             raise RuntimeError(f"{self.name}: call reset() before the first step()")
         limit = float(self.single_action_space.high[0])

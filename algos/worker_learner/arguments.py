@@ -43,18 +43,15 @@ class RunArgs:
     seed: int = 0
     """seed of everything that is random"""
     num_envs: int = 0
-    """environments stepped together, all workers counted (0: 64; 4096 where a GPU simulates and
-    --total-steps are at least 100 rollouts of them)"""
+    """environments stepped together, by all workers (0: 64; 4096 on a GPU in a long run)"""
     run_dir: str = ""
     """folder of this run (empty: runs/{env}__{script}__{seed}__{time})"""
     resume: str = ""
-    """go on with the run in this folder, with its arguments"""
+    """go on with the run in this folder, with its arguments; --total-steps may be larger"""
     pause_at: int = 0
-    """save and end with exit status 3 after the iteration that reaches this step; schedules follow
-    --total-steps all the same, and --resume goes on (0: no pause)"""
+    """save and stop at this step, before --total-steps; --resume goes on (0: no pause)"""
     eval_every: int = 100_000
-    """steps between evaluations of the deterministic policy (0: only at the end); if these take
-    longer than the training between them, some are left out"""
+    """steps between evaluations of the deterministic policy (0: only at the end)"""
     eval_episodes: int = 10
     """episodes of one evaluation"""
     checkpoint_every: int = 100_000
@@ -68,12 +65,9 @@ class RunArgs:
     env_threads: int = 0
     """threads that step MuJoCo on a CPU (0: one a core, shared among the workers)"""
     torch_threads: int = 0
-    """threads of the learner's tensor operations on a CPU (0: where that is faster, up
-    to 8 or OMP_NUM_THREADS)"""
+    """threads of tensor operations on a CPU (0: one, or up to 8 where measured to be faster)"""
     compile: Literal["auto", "none", "rollout", "default", "graphs"] = "auto"
-    """torch.compile. rollout: of rollouts up to 16 steps where environments are tensor operations;
-    default: of these and of the losses; graphs: with CUDA graphs (GPU only); auto: default on a
-    GPU, and on a CPU with a C++ compiler for 15,000 updates or more, else none"""
+    """torch.compile of short rollouts, losses (default), by CUDA graphs; auto: where it pays"""
 
 
 @dataclass
@@ -217,7 +211,8 @@ def parse(args_class: type[RunArgs], tuned: dict[str, dict[str, Any]]) -> RunArg
     given, _ = first.parse_known_args()
     own = {} if given.resume else tuned.get(vec_envs.base_name(given.env), {})
     sys.excepthook = say_in_one_sentence
-    return tyro.cli(args_class, default=args_class(**own))
+    text = f"{args_class.__doc__} The defaults shown are those for --env {given.env}."
+    return tyro.cli(args_class, default=args_class(**own), description=text)
 
 
 def say_in_one_sentence(kind: type[BaseException], error: BaseException, trace: Any) -> None:

@@ -186,7 +186,7 @@ def snapshot(network: nn.Module) -> dict[str, Tensor]:
 
 
 def what_fits(thing: Any, saved: dict[str, Any]) -> dict[str, Any]:
-    """`saved`, but a network's tensors whose shape follows the number of learners as they are."""
+    """`saved`; a network's tensors whose shape follows the number of learners stay as they are."""
     if not isinstance(thing, nn.Module):
         return saved
     now = thing.state_dict()

@@ -18,7 +18,7 @@ class ReplayBuffer:
     """The last `capacity` transitions of all envs, in preallocated tensors (T, N, ...).
 
     T = ceil(capacity / N) time steps of N envs on the learner's device, of all that `rollout` has
-    but its episode statistics; with several learners, each has its own part of the capacity, and
+    except its episode statistics; with several learners, each has its own part of the capacity, and
     len is that of all of them. next_obs is the true one at an episode's end. Row `position` is
     written next: when full it holds the oldest step, and nothing that is drawn crosses this seam.
     `n_step`, `gamma` and `prioritized` are the run's arguments, where it has them. If prioritised,
@@ -56,7 +56,8 @@ class ReplayBuffer:
         self.block_sum = torch.zeros(blocks, dtype=torch.float64, device=device)
         self.largest = torch.ones((), device=device)  # priority so far, that of new transitions
         steps = torch.arange(self.n_step + 1, device=device)
-        self._powers = getattr(run.args, "gamma", 0.99) ** steps  # γ^k
+        self._gamma = getattr(run.args, "gamma", 0.99)
+        self._powers = self._gamma**steps  # γ^k
         self._following = self.num_envs * steps[:-1]
 
     @property
@@ -145,7 +146,7 @@ class ReplayBuffer:
 
         `newest`: only from so many of the last transitions, and at least one window of each env.
         mask (K, B) is 1 up to and with the first end of an episode and 0 after it: m_0 = 1,
-        m_j = Π_{i<j} (1 − done_i).
+        m_j = Π_{i<j} (1 − done_i); discount (K, 1) is γ^j.
         """
         envs, device = self.num_envs * world_size(), self.priority.device
         if length > self.rows:
@@ -159,7 +160,8 @@ class ReplayBuffer:
         batch = {name: flat[index] for name, flat in self._flat.items()}
         mask = torch.ones(batch["done"].shape, device=device)  # rewards may be several agents'
         mask[1:] = (~batch["done"][:-1]).cumprod(0)
-        return {**batch, "mask": mask, "index": index}
+        discount = self._gamma ** torch.arange(length, device=device).unsqueeze(1)
+        return {**batch, "mask": mask, "discount": discount, "index": index}
 
     def state_dict(self) -> dict[str, Any]:
         """Everything, or with --no-save-replay nothing."""

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, distributed, nn
 from tqdm import tqdm
 
+import vec_envs
 from algos.worker_learner import arguments, engine, files, learners
 from algos.worker_learner.arguments import RunArgs, UserError, command_line, tell, to_terminal
 from algos.worker_learner.files import Log, plot, quietly, read_checkpoint, save, snapshot
 from algos.worker_learner.learners import from_learner_0, largest_over_learners, mean_over_learners
 from algos.worker_learner.workers import Evaluator, compare_returns, die_with
-from vec_envs.core import available_cores
 
 PAUSED = 3  # exit status at --pause-at; 0: done, 1: failed, 2: wrong flags, 128 + n: signal n
 CHECKPOINT_SECONDS = 600  # after which a slow run is saved before --checkpoint-every says so
@@ -307,10 +307,12 @@ class Run:
         if self.world_size > 1:
             where += f" of each of {self.world_size} learners"
         threads = f"{args.torch_threads} torch thread" + "s" * (args.torch_threads > 1)
+        if vec_envs.NAMES.get(vec_envs.base_name(args.env)) == "mujoco":
+            cores = args.env_threads or vec_envs.core.available_cores()
+            threads = f"{cores} simulation threads, {threads}"
         tell(
             f"{self.script} on {args.env}: {args.num_envs} environments in {where}, {device}, "
-            f"{args.env_threads or available_cores()} simulation threads, {threads}, {compiled}, "
-            f"{count} parameters, seed {args.seed}\n"
+            f"{threads}, {compiled}, {count} parameters, seed {args.seed}\n"
             f"{f'Resumed at step {self.step} in' if self.resumed else 'Run folder'} {self.dir}"
             f"   (curves: tensorboard --logdir {self.dir.parent})"
         )
