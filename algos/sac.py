@@ -103,8 +103,8 @@ class Actor(nn.Module):
         return u.tanh(), log_density(normal, u)
 
 
-def log_density(normal: Normal, u: Tensor) -> Tensor:
-    """log π(a|s) = log N(u; μ, σ²) − Σ log(1 − tanh²u), the last without cancellation, (...)."""
+def log_density(normal: Normal, u: Tensor) -> Tensor:  # (..., act_dim) -> (...)
+    """log π(a|s) = log N(u) − Σ log(1 − tanh²u), log(1 − tanh²u) = 2 (log 2 − u − softplus(−2u))"""
     return (normal.log_prob(u) - 2 * (math.log(2) - u - F.softplus(-2 * u))).sum(-1)
 
 
