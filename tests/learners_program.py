@@ -240,6 +240,7 @@ def off_policy(case: str) -> dict[str, Tensor]:
                 windows = make_batch(random, 100 + number, 1, lines, more, action)
                 over = windows["done"].cumsum(0) - windows["done"].long()
                 windows["mask"] = (over == 0).float()
+                windows["discount"] = args.gamma ** torch.arange(len(over)).unsqueeze(1)
             coef = 1e-2 if number % 4 else 1e2  # now as it is, now limited
             call(
                 module, agent=agent, target=target, optimizer=optimizer, optimizers=optimizers,
