@@ -7,7 +7,6 @@ import re
 import runpy
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -162,38 +161,17 @@ def test_the_reading_path_says_how_long_each_difference_is(lines):
         assert int(changed) == found, (parent, child)
 
 
-def run(command: list) -> subprocess.CompletedProcess:
-    return subprocess.run(command, capture_output=True, text=True, timeout=600)
-
-
-@pytest.fixture(scope="module")
-def results(request, tmp_path_factory):
-    """What each script of `test_short_run` said, by the test's name; several run at a time."""
-    with ThreadPoolExecutor(3) as pool:
-        futures = {}
-        for item in request.session.items:
-            if getattr(item, "originalname", "") == "test_short_run":
-                script, env = (item.callspec.params[name] for name in ("script", "env"))
-                folder = tmp_path_factory.mktemp(script) / "run"
-                command = [sys.executable, ALGOS / f"{script}.py", "--env", env]
-                command += ["--num-envs", "4", "--total-steps", "500", "--run-dir", folder]
-                if "_hterm" not in script or script in SCRIPTS:
-                    command += ["--num-steps", "16"]
-                if script in (*CONTINUOUS, *DISCRETE[1:], "maddpg", "matd3"):
-                    command += ["--warmup-steps", "400", "--log-every", "64"]
-                elif script in ("vdn", "qmix"):
-                    command += ["--log-every", "64"]
-                futures[item.name] = folder, pool.submit(run, command)
-        return {name: (folder, future.result()) for name, (folder, future) in futures.items()}
+def run(script: str, flags: list, monkeypatch) -> None:
+    """As `python algos/{script}.py`, but in this process: torch is imported once."""
+    monkeypatch.setattr(sys, "argv", [f"algos/{script}.py", *map(str, flags)])
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    runpy.run_path(str(ALGOS / f"{script}.py"), run_name="__main__")
 
 
 @pytest.mark.parametrize("script", [*ALL, "play"])
 def test_help(script, capsys, monkeypatch):
-    """Each as `python algos/...` runs it, but in this process: torch is imported once."""
-    monkeypatch.setattr(sys, "argv", [f"algos/{script}.py", "--help"])
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     with pytest.raises(SystemExit) as end:
-        runpy.run_path(str(ALGOS / f"{script}.py"), run_name="__main__")
+        run(script, ["--help"], monkeypatch)
     assert end.value.code in (0, None)
     assert "usage" in capsys.readouterr().out
 
@@ -210,10 +188,17 @@ def test_help_that_nobody_reads():
 
 
 @pytest.mark.parametrize(("script", "env"), RUNS)
-def test_short_run(script, env, results, request):
-    folder, done = results[request.node.name]
-    assert done.returncode == 0, done.stderr
-    assert re.search("Done: 5(00|12) steps", done.stdout)
+def test_short_run(script, env, tmp_path, capsys, monkeypatch):
+    folder = tmp_path / "run"
+    flags = ["--env", env, "--num-envs", 4, "--total-steps", 500, "--run-dir", folder]
+    if "_hterm" not in script or script in SCRIPTS:
+        flags += ["--num-steps", 16]
+    if script in (*CONTINUOUS, *DISCRETE[1:], "maddpg", "matd3"):
+        flags += ["--warmup-steps", 400, "--log-every", 64]
+    elif script in ("vdn", "qmix"):
+        flags += ["--log-every", 64]
+    run(script, flags, monkeypatch)
+    assert re.search("Done: 5(00|12) steps", capsys.readouterr().out)
     assert "losses/" in (folder / "metrics.csv").read_text()
     for name in ("args.json", "metrics.csv", "checkpoint.pt", "best.pt", "last.pt"):
         assert (folder / name).exists(), name

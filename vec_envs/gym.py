@@ -12,7 +12,6 @@ import importlib
 import math
 import multiprocessing
 import os
-import signal
 import sys
 import textwrap
 import traceback
@@ -28,7 +27,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from gymnasium.wrappers import FlattenObservation
 from torch import Tensor
 
-from vec_envs.core import VecEnv, env_seeds
+from vec_envs.core import VecEnv, env_seeds, start_forkserver, unblock_signals
 
 NO_TIME_LIMIT = 10**9  # `max_episode_steps` of an env that is never truncated
 MOST_CHOICES = 4096  # of a MultiDiscrete or MultiBinary action, which becomes one Discrete
@@ -89,8 +88,8 @@ class GymEnv(VecEnv):
         processes = processes and not multiprocessing.current_process().daemon
         kwargs: dict[str, Any] = {"copy": False, "autoreset_mode": AutoresetMode.SAME_STEP}
         if processes:
-            methods = multiprocessing.get_all_start_methods()
-            kwargs["context"] = "forkserver" if "forkserver" in methods else "spawn"
+            start_forkserver()
+            kwargs["context"] = "forkserver"
         kind = AsyncVectorEnv if processes else SyncVectorEnv
         make = _ignoring_ctrl_c(make_one) if processes else make_one
         try:
@@ -247,7 +246,7 @@ def _ignoring_ctrl_c(make_one: Callable[[], gymnasium.Env]) -> Callable[[], gymn
 
     def make() -> gymnasium.Env:
         if multiprocessing.parent_process() is not None:  # Gymnasium also makes one in the parent
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            unblock_signals()
         return make_one()
 
     return make

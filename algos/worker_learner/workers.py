@@ -11,7 +11,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
-from multiprocessing import resource_tracker
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -25,7 +25,7 @@ import vec_envs
 from algos.worker_learner.arguments import RunArgs, UserError, warn
 from algos.worker_learner.engine import compiled_rollout
 from algos.worker_learner.learners import world_size
-from vec_envs.core import Elsewhere, available_cores
+from vec_envs.core import Elsewhere, available_cores, start_forkserver, unblock_signals
 
 MAX_RESTARTS = 3  # of a child process that dies, before the run gives up
 SILENT_SECONDS, AGAIN_SECONDS = 60, 300  # until a silent worker is named, and named again
@@ -46,16 +46,12 @@ class Child:
         self._start()
 
     def _start(self) -> None:
-        context = torch.multiprocessing.get_context("spawn")
+        context = torch.multiprocessing.get_context("forkserver")
         self.pipe, theirs = context.Pipe()
-        arguments = self._function, theirs, os.getpid(), self.restarts, *self._arguments
+        arguments = self._function, theirs, self.restarts, *self._arguments
         self.process = context.Process(target=_child_main, args=arguments, daemon=True)
-        resource_tracker.ensure_running()  # it would be started below, and unblock the signal
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # not for the child
-        try:
-            self.process.start()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        start_forkserver()
+        self.process.start()
         theirs.close()  # so that its death is an end of file here
 
     def ask(self, question: Any) -> None:
@@ -97,12 +93,12 @@ class Child:
         self.pipe.close()
 
 
-def _child_main(function: Callable, pipe: Connection, parent: int, *arguments: Any) -> None:
-    die_with(parent)
+def _child_main(function: Callable, pipe: Connection, *arguments: Any) -> None:
+    os.close(forkserver._forkserver._forkserver_alive_fd)  # lest the server outlive the run
+    die_with(os.getppid())  # the server
     if distributed.is_torchelastic_launched():  # its signals are for the learner to answer
         os.setpgrp()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    unblock_signals()
     torch.set_num_threads(1)
     tqdm.set_lock(threading.RLock())  # torch.compile uses tqdm, whose own lock is a semaphore
     try:
@@ -159,6 +155,7 @@ class Workers:
     def __init__(
         self, run: Any, collect: Callable, actions="any", ahead: bool = False, multi_agent=False
     ):
+        start_forkserver()  # now: it imports torch while the learner gets ready
         self._run, self.args, self._collect, self._ahead = run, run.args, collect, ahead
         self._asked, self.policy_lag = False, 0
         self._children: list[Child] = []
