@@ -72,12 +72,13 @@ if (os.environ.get("RANK"), os.environ.get("TORCHELASTIC_RESTART_COUNT")) == ("{
 
 # Else gloo's threads abort the learner as Python ends ("terminate called without an exception").
 COUNT_THREADS = """
-import atexit, multiprocessing, os, time
+import atexit, multiprocessing, os, sys, time
 def threads():
     names = (f"/proc/self/task/{number}/comm" for number in os.listdir("/proc/self/task"))
     return [open(name).read().strip() for name in names if os.path.exists(name)]
 def count():
-    if "RANK" in os.environ and multiprocessing.parent_process() is None:
+    learner = multiprocessing.parent_process() is None and sys.argv[0] != "-c"  # not a forkserver
+    if "RANK" in os.environ and learner:
         until = time.monotonic() + 5  # some are about to end
         while len(threads()) > 1 and time.monotonic() < until:
             time.sleep(0.05)
