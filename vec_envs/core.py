@@ -74,7 +74,7 @@ def available_cores() -> int:
 def start_forkserver() -> None:
     """Start the process that this one's children are forked from, if it does not run yet.
 
-    It has imported torch once for them all: each child else takes two seconds and 200 MB for that.
+    It has imported torch once for them all, which takes each of them seconds and memory otherwise.
     Signals to a whole process group are blocked in it, and in a child until `unblock_signals`.
     """
     forkserver.set_forkserver_preload(["torch", "gymnasium", "tyro"])
