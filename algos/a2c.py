@@ -12,8 +12,9 @@ synchronous form. With the advantage Â_t and the return R_t = Â_t + V(s_t),
 A rollout is used once and thrown away; ppo.py takes many steps on it. What the paper does not have:
 - all environments step together, and one gradient is computed from all (paper: many threads);
 - Â_t is by `gae`; the paper's n-step return is the case λ = 1;
-- observations are normalised, rewards divided by the deviation of their return, both cut at ±10;
-  the running statistics are saved with the agent, and fixed within an iteration and at evaluation;
+- observations are normalised, rewards divided by the deviation of their return, by running
+  statistics, and both cut at ±10; the statistics are saved with the agent, frozen at evaluation
+  and fixed within an iteration;
 - a truncated episode bootstraps from the value of its true last observation (`gae`);
 - orthogonal weights, a last layer of the actor near zero, σ does not depend on the state;
 - actor and critic share no layer, gradients are clipped to a norm, c_H is 0.

@@ -12,8 +12,9 @@ Schulman, Wolski, Dhariwal, Radford, Klimov 2017, arXiv:1707.06347. With the pro
 What differs from a2c.py: `policy_loss` has the ratio and the clip; `update` makes several epochs of
 minibatches; `adapt_learning_rate`: the rate is annealed, as in the paper's Atari runs, or adapted
 to the KL divergence, as in its Roboschool runs. What the paper does not have:
-- observations are normalised, rewards divided by the deviation of their return, both cut at ±10;
-  the running statistics are saved with the agent, and fixed within an iteration and at evaluation;
+- observations are normalised, rewards divided by the deviation of their return, by running
+  statistics, and both cut at ±10; the statistics are saved with the agent, frozen at evaluation
+  and fixed within an iteration, so that π_old and π_θ see the same numbers;
 - advantages are normalised in each minibatch, gradients are clipped to a norm;
 - a truncated episode bootstraps from the value of its true last observation (`gae`);
 - 64 environments; orthogonal weights, a last layer of the actor near zero.
@@ -94,11 +95,10 @@ TUNED = {
                 learning_rate=1e-3, initial_log_std=-1.0),
     "HalfCheetah": dict(num_steps=32, minibatch_size=128, learning_rate=3e-4, initial_log_std=-1.0,
                         gamma=0.98, gae_lambda=0.92),
-    "Hopper": dict(learning_rate_schedule="adaptive"), "Walker2d": dict(num_steps=32),
+    "Hopper": dict(learning_rate_schedule="adaptive"),
+    "Walker2d": dict(num_steps=32),
     "Swimmer": dict(num_steps=256, gamma=0.9999, gae_lambda=0.98),
     "Pendulum": dict(minibatch_size=1024, learning_rate=1e-3, gamma=0.95),
-    "MountainCarContinuous": dict(total_steps=300_000, num_steps=256, gamma=0.9999, gae_lambda=0.98,
-                                  initial_log_std=1.0),
     "LunarLanderContinuous-v3": dict(gamma=0.999, gae_lambda=0.98),
     "BipedalWalker-v3": dict(total_steps=2_500_000, num_steps=256, minibatch_size=2048,
                              learning_rate=7e-4, initial_log_std=-0.5),
