@@ -74,9 +74,13 @@ class Options:
 
 
 def commit() -> str:
-    """The commit of this tree, marked where files differ from it."""
-    command = ["git", "-C", ROOT, "describe", "--always", "--abbrev=10", "--dirty", "--exclude=*"]
-    return subprocess.run(command, capture_output=True, text=True).stdout.strip() or "unknown"
+    """The commit of this tree, marked where files differ from it, other than results."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", "-C", ROOT, *words], capture_output=True, text=True).stdout
+
+    changed = git("status", "--porcelain", "--untracked-files=no", ":!benchmark/results")
+    return (git("rev-parse", "--short=10", "HEAD").strip() or "unknown") + "-dirty" * bool(changed)
 
 
 def evaluations(run_dir: Path) -> dict[int, dict[str, float]]:
