@@ -22,7 +22,7 @@ from algos.worker_learner import arguments, engine, files, learners
 from algos.worker_learner.arguments import RunArgs, UserError, command_line, tell, to_terminal
 from algos.worker_learner.files import Log, plot, quietly, read_checkpoint, save, snapshot
 from algos.worker_learner.learners import from_learner_0, largest_over_learners, mean_over_learners
-from algos.worker_learner.workers import Evaluator, compare_returns, die_with
+from algos.worker_learner.workers import Evaluator, compare_returns, die_with_parent
 
 PAUSED = 3  # exit status at --pause-at; 0: done, 1: failed, 2: wrong flags, 128 + n: signal n
 CHECKPOINT_SECONDS = 600  # after which a slow run is saved before --checkpoint-every says so
@@ -53,7 +53,7 @@ class Run:
     def __init__(self, args: RunArgs, script: str, limits: dict[str, tuple]):
         self.script, self._path = Path(script).stem, Path(script)
         if learners.join_learners():
-            die_with(os.getppid())
+            die_with_parent()
             args = learners.restarted_args(args, self.script)
         self.world_size = learners.world_size()
         self.rank = distributed.get_rank() if self.world_size > 1 else 0  # 0 prints, logs and saves

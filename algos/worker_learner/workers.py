@@ -94,8 +94,8 @@ class Child:
 
 
 def _child_main(function: Callable, pipe: Connection, *arguments: Any) -> None:
-    os.close(forkserver._forkserver._forkserver_alive_fd)  # lest the server outlive the run
-    die_with(os.getppid())  # the server
+    die_with_parent()  # the server of children, which ends with the run
+    os.close(forkserver._forkserver._forkserver_alive_fd)  # and not only after this process
     if distributed.is_torchelastic_launched():  # its signals are for the learner to answer
         os.setpgrp()
     unblock_signals()
@@ -111,12 +111,10 @@ def _child_main(function: Callable, pipe: Connection, *arguments: Any) -> None:
         pipe.send(("error", f"{type(error).__name__}: {error}"))
 
 
-def die_with(parent: int) -> None:
+def die_with_parent() -> None:
     """Have the kernel kill this process when its parent ends, however it ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 def shared(agent: nn.Module, tensors: dict, what: str) -> tuple[nn.Module, dict[str, Tensor]]:
