@@ -44,12 +44,13 @@ import tyro
 from returns import RESULTS, ROOT, append, begun_at, commit, evaluations, finish
 from scipy import integrate, stats
 
-# name -> script of algos/ (or benchmark/stable_baselines.py) and its flags
-ARMS = {"base": "ppo", "hterm": "ppo_hterm", "sb3": "stable_baselines"}
+# name -> script of algos/, or one of benchmark/, and its flags
+ARMS = {"base": "ppo", "hterm": "ppo_hterm", "control": "hterm_control", "sb3": "stable_baselines"}
+OF_BENCHMARK = "hterm_control", "stable_baselines"
 # Rows of a table, `memory` to `logstd` of arms that only commit 642c06a can train; others follow by
 # name.
-ORDER = ["base", "hterm", "memory", "compute", "chain", "published", "rate", "logstd", "sb3"]
-ORDER += ["ddpg", "ddpg_hterm", "td3", "td3_hterm", "sac", "sac_hterm"]
+ORDER = ["base", "hterm", "control", "memory", "compute", "chain", "published", "rate", "logstd"]
+ORDER += ["sb3", "ddpg", "ddpg_hterm", "td3", "td3_hterm", "sac", "sac_hterm"]
 # what an arm is compared with, if not with `base`
 BASE = {
     f"{base}_{form}": base
@@ -170,7 +171,7 @@ def script_of(arm: str) -> tuple[str, str, list[str]]:
             "the name of letters, digits, - and _"
         )
     script, *flags = shlex.split(words)
-    folder = "benchmark" if script == "stable_baselines" else "algos"
+    folder = "benchmark" if script in OF_BENCHMARK else "algos"
     if not (ROOT / folder / f"{script}.py").exists():
         raise SystemExit(f"--arms has {name}, but there is no {folder}/{script}.py")
     return name, f"{folder}/{script}.py", flags
@@ -183,7 +184,7 @@ def arm_command(arm: str, options: Options) -> tuple[str, list[str]]:
     command += ["--total-steps", str(options.total_steps)]
     command += ["--eval-every", str(max(1, options.total_steps // options.evaluations))]
     command += ["--eval-episodes", str(options.eval_episodes)]
-    if script.startswith("algos/"):
+    if "stable_baselines" not in script:
         command += ["--env-threads", "1", "--device", "cpu"]
         command += ["--torch-threads", "1"] * ("--torch-threads" not in flags)
     return name, command + flags

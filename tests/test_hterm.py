@@ -9,6 +9,7 @@ import torch
 
 from algos import ppo, ppo_hterm
 from algos.worker_learner import UserError
+from benchmark.hterm_control import uniform_term
 
 OBS = gymnasium.spaces.Box(-np.inf, np.inf, (3,))
 BOX = gymnasium.spaces.Box(-1.0, 1.0, (2,))
@@ -192,6 +193,17 @@ def test_where_all_sigmas_are_alike_the_mean_learns_by_weighted_regression():
     expected = [p.grad.clone() for p in agent.actor.parameters()]
     gradient(agent, ppo_hterm.hamiltonian_term(agent, past, args))
     torch.testing.assert_close([p.grad for p in agent.actor.parameters()], expected)
+
+
+def test_the_control_is_the_term_of_steps_that_are_all_alike():
+    """Where every advantage is 0, all weights are 1."""
+    agent, args = make_agent()
+    past = random_past()
+    with torch.no_grad():
+        alike = past | {"returns": agent.value(past["obs"])}
+    terms = [f(agent, alike, args) for f in (uniform_term, ppo_hterm.hamiltonian_term)]
+    torch.testing.assert_close(*terms)
+    assert uniform_term(agent, past, args) != ppo_hterm.hamiltonian_term(agent, past, args)
 
 
 def test_an_update_is_one_step_along_the_sum_of_both_losses():

@@ -1,0 +1,28 @@
+"""The control of the H-term's study: ppo_hterm.py with weight 1 for every remembered step.
+
+    python benchmark/hterm_control.py --env Hopper
+    python benchmark/stability.py --env Hopper --arms base hterm control
+
+The same memory and the same work, without a preference for steps that were better than expected:
+what this arm has before the base is the effect of replay, what the H-term has before it that of
+its weights. `--resume FOLDER` goes on by this file, not by the command that a stopped run prints.
+"""
+
+from torch import Tensor
+
+from algos import ppo_hterm
+from algos.worker_learner import parse
+
+
+def uniform_term(agent: ppo_hterm.Agent, past: dict[str, Tensor], args: ppo_hterm.Args) -> Tensor:
+    """− E[ σ̄² log π(a|s) ] + 0.05 E[ (R − V(s))² ]: `hamiltonian_term` with w = 1"""
+    advantage = past["returns"] - agent.value(past["obs"])
+    policy = ppo_hterm.gaussian(agent.actor(past["obs"]), agent.log_std.detach())
+    log_prob = policy.log_prob(past["action"]) + policy.entropy().detach()
+    likelihood = (policy.variance.mean() * log_prob.clamp(min=-20)).mean()
+    return 0.05 * advantage.square().mean() - likelihood
+
+
+if __name__ == "__main__":
+    ppo_hterm.hamiltonian_term = uniform_term
+    ppo_hterm.train(parse(ppo_hterm.Args, ppo_hterm.TUNED))
