@@ -20,7 +20,6 @@ part of what their last actions are worth); the rate is annealed, and c_H from 0
 since a speaker who settles early may give two goals one word; other numbers in `Args`.
 """
 
-import math
 from dataclasses import dataclass
 
 import gymnasium
@@ -84,7 +83,7 @@ TUNED = {"Spread": dict(total_steps=3_000_000), "SpreadContinuous": dict(total_s
 def mlp(inputs: int, hidden: int, outputs: int, last_gain: float) -> nn.Sequential:
     """inputs → hidden → hidden → outputs, tanh, orthogonal weights."""
     layers = [nn.Linear(inputs, hidden), nn.Linear(hidden, hidden), nn.Linear(hidden, outputs)]
-    for layer, gain in zip(layers, (math.sqrt(2), math.sqrt(2), last_gain), strict=True):
+    for layer, gain in zip(layers, (2**0.5, 2**0.5, last_gain), strict=True):
         nn.init.orthogonal_(layer.weight, gain)
         nn.init.zeros_(layer.bias)
     return nn.Sequential(layers[0], nn.Tanh(), layers[1], nn.Tanh(), layers[2])

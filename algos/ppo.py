@@ -20,9 +20,7 @@ to the KL divergence, as in its Roboschool runs. What the paper does not have:
 - 64 environments; orthogonal weights, a last layer of the actor near zero.
 """
 
-import math
 from dataclasses import dataclass
-from typing import Literal
 
 import gymnasium
 import torch
@@ -51,11 +49,9 @@ class Args(RunArgs):
     num_steps: int = 64
     """steps of each environment in a rollout"""
     learning_rate: float = 5e-4
-    """of Adam, for actor and critic"""
-    learning_rate_schedule: Literal["anneal", "adaptive", "constant"] = "anneal"
-    """anneal: linearly to zero; adaptive: by the KL divergence towards --target-kl"""
-    target_kl: float = 0.01
-    """what adaptive steers to: the divergence from the policy that collected the rollout"""
+    """of Adam, for actor and critic; annealed linearly to zero, unless --target-kl is given"""
+    target_kl: float = 0.0
+    """adapt the rate to this KL divergence from the old policy, seen once an epoch (0: anneal)"""
     epochs: int = 10
     """passes over each rollout"""
     minibatch_size: int = 512
@@ -82,7 +78,7 @@ LIMITS = {
     **dict.fromkeys(("num_steps", "minibatch_size"), (2, None)),
     **dict.fromkeys(("epochs", "hidden_size"), (1, None)),
     **dict.fromkeys(("gamma", "gae_lambda"), (0, 1)),
-    **dict.fromkeys(("target_kl", "max_grad_norm"), (1e-9, None)),
+    "max_grad_norm": (1e-9, None),
     "initial_log_std": (-10, 10),
 }
 
@@ -95,7 +91,7 @@ TUNED = {
                 learning_rate=1e-3, initial_log_std=-1.0),
     "HalfCheetah": dict(num_steps=32, minibatch_size=128, learning_rate=3e-4, initial_log_std=-1.0,
                         gamma=0.98, gae_lambda=0.92),
-    "Hopper": dict(learning_rate_schedule="adaptive", entropy_coef=0.003),
+    "Hopper": dict(target_kl=0.01, entropy_coef=0.003),
     "Walker2d": dict(num_steps=32),
     "Swimmer": dict(num_steps=256, gamma=0.9999, gae_lambda=0.98),
     "Pendulum": dict(minibatch_size=1024, learning_rate=1e-3, gamma=0.95),
@@ -108,7 +104,7 @@ TUNED = {
 def mlp(inputs: int, hidden: int, outputs: int, last_gain: float) -> nn.Sequential:
     """inputs → hidden → hidden → outputs, tanh, orthogonal weights."""
     layers = [nn.Linear(inputs, hidden), nn.Linear(hidden, hidden), nn.Linear(hidden, outputs)]
-    for layer, gain in zip(layers, (math.sqrt(2), math.sqrt(2), last_gain), strict=True):
+    for layer, gain in zip(layers, (2**0.5, 2**0.5, last_gain), strict=True):
         nn.init.orthogonal_(layer.weight, gain)
         nn.init.zeros_(layer.bias)
     return nn.Sequential(layers[0], nn.Tanh(), layers[1], nn.Tanh(), layers[2])
@@ -253,7 +249,7 @@ def update(agent: Agent, optimizer, rollout, ppo_loss, args: Args) -> dict[str, 
             norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
             optimizer.step()
             logged.append({name: x.detach() for name, x in losses.items()} | {"grad_norm": norm})
-        if args.learning_rate_schedule == "adaptive":
+        if args.target_kl > 0:
             adapt_learning_rate(optimizer, mean_over_learners(logged[-1]["approx_kl"]), args)
     agent.normalizer.update(rollout["obs"])  # last, so that all of the above saw one normaliser
     unexplained = batch["advantage"].var(correction=0)  # R − V_old = Â
@@ -282,8 +278,8 @@ def train(args: Args) -> Result:
     step = run.start(agent=agent, optimizer=optimizer, workers=workers)
 
     while step < args.total_steps:
-        if args.learning_rate_schedule == "anneal":
-            left = 1 - step / args.total_steps
+        left = 1 - step / args.total_steps
+        if args.target_kl == 0:  # else `update` adapts it
             optimizer.param_groups[0]["lr"] = args.learning_rate * left
         rollout = workers.collect()
         step += args.num_steps * args.num_envs * run.world_size

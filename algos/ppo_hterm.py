@@ -10,15 +10,14 @@ return as an energy H(π) and raise the log-probability of remembered trajectori
 
     python algos/ppo_hterm.py --env Ant
 
-L_H is advantage-weighted regression (AWR; Peng et al. 2019, arXiv:1910.00177), akin to
-self-imitation (Oh et al. 2018, arXiv:1806.05635). What differs from ppo.py: `remember`,
-`hamiltonian_term`, their part in `update`; only continuous actions, an annealed rate. λ_H = 0 gives
-ppo.py's run with the same settings, bit for bit. What differs from AWR: PPO's loss beside it; Â is
-standardised (paper: over a temperature), w at most 3 (20) and over its mean, R of the present
-critic; only the mean μ learns, where σ̄², the mean of σ², gives the regression ½ w ‖a − μ_θ(s)‖².
+L_H is advantage-weighted regression (AWR; Peng 2019, arXiv:1910.00177), akin to self-imitation (Oh
+2018, arXiv:1806.05635). What differs from ppo.py: `remember`, `hamiltonian_term`, their part in
+`update`, where λ_H falls linearly to zero; continuous actions only. With λ_H = 0 it is ppo.py, bit
+for bit. What differs from AWR: PPO's loss beside it; Â is standardised (paper: over a temperature),
+w at most 3 (20) and over its mean, R of the present critic; only the mean μ learns, where σ̄², the
+mean of σ², gives the regression ½ w ‖a − μ_θ(s)‖², and log π + H(π) is cut at −20.
 """
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -48,7 +47,9 @@ class Args(RunArgs):
     num_steps: int = 64
     """steps of each environment in a rollout"""
     learning_rate: float = 5e-4
-    """of Adam, for actor and critic; annealed linearly to zero"""
+    """of Adam, for actor and critic; annealed linearly to zero, unless --target-kl is given"""
+    target_kl: float = 0.0
+    """adapt the rate to this KL divergence from the old policy, seen once an epoch (0: anneal)"""
     epochs: int = 10
     """passes over each rollout"""
     minibatch_size: int = 512
@@ -59,12 +60,14 @@ class Args(RunArgs):
     """λ of the advantage estimator: 0 trusts the critic, 1 the returns"""
     clip: float = 0.2
     """ε: how far the probability ratio may leave 1 before its gradient stops"""
+    entropy_coef: float = 0.0
+    """c_H, weight of the entropy bonus"""
     hidden_size: int = 64
     """width of the two hidden layers of actor and critic"""
     initial_log_std: float = 0.0
     """logarithm of the first standard deviation, in units of half the action range"""
     hterm_coef: float = 0.5
-    """λ_H, weight of the H-term (0: ppo.py)"""
+    """λ_H, first weight of the H-term, which falls linearly to zero (0: ppo.py)"""
     hterm_memory: int = 16
     """M, rollouts in the memory"""
 
@@ -76,12 +79,13 @@ LIMITS = {
     "initial_log_std": (-10, 10),
 }
 
-# By environment: ppo.py's for MuJoCo, except Ant's λ_H and Hopper's rate; a flag wins.
+# What differs by environment, as in ppo.py; a flag on the command line wins.
 TUNED = {
     "Ant": dict(total_steps=2_500_000, num_steps=32, epochs=4, minibatch_size=1024,
-                learning_rate=1e-3, initial_log_std=-1.0, hterm_coef=0.1),
+                learning_rate=1e-3, initial_log_std=-1.0),
     "HalfCheetah": dict(num_steps=32, minibatch_size=128, learning_rate=3e-4, initial_log_std=-1.0,
                         gamma=0.98, gae_lambda=0.92),
+    "Hopper": dict(target_kl=0.01, entropy_coef=0.003),
     "Walker2d": dict(num_steps=32),
     "Swimmer": dict(num_steps=256, gamma=0.9999, gae_lambda=0.98),
 }  # fmt: skip
@@ -90,17 +94,14 @@ TUNED = {
 def mlp(inputs: int, hidden: int, outputs: int, last_gain: float) -> nn.Sequential:
     """inputs → hidden → hidden → outputs, tanh, orthogonal weights."""
     layers = [nn.Linear(inputs, hidden), nn.Linear(hidden, hidden), nn.Linear(hidden, outputs)]
-    for layer, gain in zip(layers, (math.sqrt(2), math.sqrt(2), last_gain), strict=True):
+    for layer, gain in zip(layers, (2**0.5, 2**0.5, last_gain), strict=True):
         nn.init.orthogonal_(layer.weight, gain)
         nn.init.zeros_(layer.bias)
     return nn.Sequential(layers[0], nn.Tanh(), layers[1], nn.Tanh(), layers[2])
 
 
 class Agent(nn.Module):
-    """Actor and critic. forward: observation (N, obs_dim) → the environment's action, no noise.
-
-    A Gaussian around actor(s), where the action range is [−1, 1]; clipped for the environment only.
-    """
+    """Actor and critic. forward: observation (N, obs_dim) → the environment's action, no noise."""
 
     def __init__(self, observation_space, action_space, args: Args):
         super().__init__()
@@ -120,18 +121,15 @@ class Agent(nn.Module):
     def to_env(self, action: Tensor) -> Tensor:
         return self.action_center + self.action_scale * action.clamp(-1, 1)
 
-    def policy(self, x: Tensor) -> Independent:
-        """π(·|s) for normalised observations x (..., obs_dim)."""
-        return gaussian(self.actor(x), self.log_std)
+    def policy(self, x: Tensor, fixed_std: bool = False) -> Independent:
+        """π(·|s) for normalised x (..., obs_dim), a Gaussian where the action range is [−1, 1]."""
+        output = self.actor(x)
+        log_std = self.log_std.detach() if fixed_std else self.log_std
+        normal = Normal(output, log_std.exp().expand_as(output), validate_args=False)
+        return Independent(normal, 1, validate_args=False)  # log π(a|s): the sum over dimensions
 
     def value(self, x: Tensor) -> Tensor:  # (..., obs_dim) -> (...)
         return self.critic(x).squeeze(-1)
-
-
-def gaussian(mean: Tensor, log_std: Tensor) -> Independent:
-    """N(μ, σ²), whose log π(a|s) is the sum over the dimensions of the action."""
-    std = log_std.exp().expand_as(mean)
-    return Independent(Normal(mean, std, validate_args=False), 1, validate_args=False)
 
 
 @torch.no_grad()
@@ -189,11 +187,6 @@ def policy_loss(log_ratio: Tensor, advantage: Tensor, clip: float) -> Tensor:
     return -torch.minimum(ratio * advantage, clipped * advantage).mean()
 
 
-def value_loss(value: Tensor, returns: Tensor) -> Tensor:
-    """½ E[ (V − R)² ]"""
-    return 0.5 * (value - returns).square().mean()
-
-
 def ppo_loss(agent: Agent, batch: dict[str, Tensor], args: Args) -> tuple[Tensor, dict]:
     """L(θ) of one minibatch, and what to log of it."""
     policy = agent.policy(batch["obs"])
@@ -202,10 +195,10 @@ def ppo_loss(agent: Agent, batch: dict[str, Tensor], args: Args) -> tuple[Tensor
     advantage = (batch["advantage"] - mean) / (std + 1e-8)
     losses = {
         "policy": policy_loss(log_ratio, advantage, args.clip),
-        "value": value_loss(agent.value(batch["obs"]), batch["returns"]),
+        "value": 0.5 * (agent.value(batch["obs"]) - batch["returns"]).square().mean(),
         "entropy": policy.entropy().mean(),
     }
-    loss = losses["policy"] + 0.5 * losses["value"]
+    loss = losses["policy"] + 0.5 * losses["value"] - args.entropy_coef * losses["entropy"]
     with torch.no_grad():
         ratio = log_ratio.exp()
         losses["approx_kl"] = (ratio - 1 - log_ratio).mean()  # Schulman's estimator, never < 0
@@ -215,10 +208,8 @@ def ppo_loss(agent: Agent, batch: dict[str, Tensor], args: Args) -> tuple[Tensor
 
 @torch.no_grad()
 def remember(agent: Agent, memory: ReplayBuffer, args: Args) -> dict[str, Tensor]:
-    """Transitions of the memory and their λ-returns by the present critic, (T·W, ...).
-
-    W windows of T steps hold a quarter of what fits: V of all would take as long as the epochs.
-    """
+    """Transitions of the memory and their λ-returns by the present critic, (T·W, ...)."""
+    # A quarter of the memory, W windows of T steps: V of all would take as long as the epochs.
     windows = memory.windows(max(1, args.hterm_memory * args.num_envs // 4), args.num_steps)
     obs = agent.normalizer(windows["obs"])  # (T, W, obs_dim)
     value, next_value = agent.value(obs), agent.value(agent.normalizer(windows["next_obs"]))
@@ -229,23 +220,19 @@ def remember(agent: Agent, memory: ReplayBuffer, args: Args) -> dict[str, Tensor
 
 
 def hamiltonian_term(agent: Agent, past: dict[str, Tensor], args: Args) -> Tensor:
-    """− E[ w/w̄ σ̄² log π(a|s) ] + 0.05 E[ (R − V(s))² ],  w = min(exp Â, 3)
-
-    An action whose log π is more than 20 below its mean, −H(π), has no gradient.
-    """
+    """− E[ w/w̄ σ̄² log π(a|s) ] + 0.05 E[ (R − V(s))² ],  w = min(exp Â, 3)"""
     advantage = past["returns"] - agent.value(past["obs"])
     std, mean = std_mean_over_learners(advantage.detach())
     weight = ((advantage.detach() - mean) / (std + 1e-8)).exp().clamp(max=3)
     weight = weight / mean_over_learners(weight.mean())
-    policy = gaussian(agent.actor(past["obs"]), agent.log_std.detach())  # only the mean learns
+    policy = agent.policy(past["obs"], fixed_std=True)  # only the mean learns
     log_prob = policy.log_prob(past["action"]) + policy.entropy().detach()
     likelihood = (weight * policy.variance.mean() * log_prob.clamp(min=-20)).mean()
     return 0.05 * advantage.square().mean() - likelihood
 
 
-def update(agent: Agent, optimizer, rollout, memory, loss_functions, args: Args) -> dict:
+def update(agent: Agent, optimizer, rollout, memory, ppo_loss, hamiltonian_term, left, args: Args):
     """Some epochs of minibatch gradient steps -> mean of each logged quantity."""
-    ppo_loss, hamiltonian_term = loss_functions  # those above, compiled where --compile says so
     batch = prepare(agent, rollout, args)
     if args.hterm_coef > 0:
         memory.add(rollout)
@@ -260,7 +247,7 @@ def update(agent: Agent, optimizer, rollout, memory, loss_functions, args: Args)
             if args.hterm_coef > 0:
                 drawn = torch.randint(len(past["obs"]), (half,), device=device)
                 term = hamiltonian_term(agent, {name: x[drawn] for name, x in past.items()}, args)
-                loss = loss + args.hterm_coef * term
+                loss = loss + args.hterm_coef * left * term
                 losses["hamiltonian"] = term
             optimizer.zero_grad()
             loss.backward()
@@ -268,8 +255,19 @@ def update(agent: Agent, optimizer, rollout, memory, loss_functions, args: Args)
             norm = nn.utils.clip_grad_norm_(agent.parameters(), 0.5)
             optimizer.step()
             logged.append({name: x.detach() for name, x in losses.items()} | {"grad_norm": norm})
+        if args.target_kl > 0:
+            adapt_learning_rate(optimizer, mean_over_learners(logged[-1]["approx_kl"]), args)
     agent.normalizer.update(rollout["obs"])  # last, so that all of the above saw one normaliser
     return {name: torch.stack([x[name] for x in logged]).mean() for name in logged[0]}
+
+
+def adapt_learning_rate(optimizer, kl: Tensor, args: Args) -> None:
+    """After an epoch: a third less where the policy moved too far, half more where too little."""
+    group = optimizer.param_groups[0]
+    if kl > 2 * args.target_kl:
+        group["lr"] = max(group["lr"] / 1.5, 1e-6)
+    elif kl < args.target_kl / 2:
+        group["lr"] = min(group["lr"] * 1.5, 1e-2)
 
 
 def train(args: Args) -> Result:
@@ -284,10 +282,12 @@ def train(args: Args) -> Result:
     step = run.start(agent=agent, optimizer=optimizer, workers=workers, memory=memory)
 
     while step < args.total_steps:
-        optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - step / args.total_steps)
+        left = 1 - step / args.total_steps
+        if args.target_kl == 0:  # else `update` adapts it
+            optimizer.param_groups[0]["lr"] = args.learning_rate * left
         rollout = workers.collect()
         step += args.num_steps * args.num_envs * run.world_size
-        losses = update(agent, optimizer, rollout, memory, loss_functions, args)
+        losses = update(agent, optimizer, rollout, memory, *loss_functions, left, args)
 
         run.log_episodes(step, rollout)
         run.log(step, losses, learning_rate=optimizer.param_groups[0]["lr"])

@@ -277,7 +277,7 @@ def replay(options: Options, clock: Clock) -> Iterator[Row]:
 
 def ppo_flags(options: Options, name: str) -> str:
     flags = f"--env {name} --num-envs {options.envs} --num-steps 24 --epochs 5 "
-    flags += f"--minibatch-size {6 * options.envs} --learning-rate-schedule adaptive "
+    flags += f"--minibatch-size {6 * options.envs} --target-kl 0.01 "
     return flags + f"--eval-every {1000 * options.envs}"
 
 

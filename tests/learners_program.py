@@ -131,9 +131,10 @@ def call(module, **given) -> None:
     """The script's own `update`, with what it asks for by name, and its losses."""
     losses = ("critic_loss", "ppo_loss", "actor_loss", "hamiltonian_term")
     for name in inspect.signature(module.update).parameters:
-        if name.endswith("_loss"):
+        if name.endswith(("_loss", "_term")):
             given[name] = getattr(module, name)
     given["loss_functions"] = [getattr(module, name) for name in losses if hasattr(module, name)]
+    given["left"] = 0.7  # of the run
     wanted = inspect.signature(module.update).parameters
     module.update(**{name: given[name] for name in wanted})
 
@@ -150,7 +151,7 @@ def result(agent: nn.Module, optimizer, *others: nn.Module) -> dict[str, Tensor]
 
 ON_POLICY = {
     "a2c": {},
-    "ppo": {"learning_rate_schedule": "adaptive"},
+    "ppo": {"target_kl": 0.01},
     "ppo discrete": {"entropy_coef": 0.01},
     "ppo_hterm": {},
     "pqn discrete": {},

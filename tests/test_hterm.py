@@ -37,10 +37,9 @@ def test_lambda_zero_is_the_base_algorithm_bit_for_bit(tmp_path):
     assert not all(torch.equal(base[name], with_term[name]) for name in base)
 
 
-@pytest.mark.parametrize(
-    ("module", "schedule"), [(ppo, "anneal"), (ppo_hterm, "anneal"), (ppo, "adaptive")]
-)
-def test_the_learning_rate_falls(module, schedule, tmp_path, monkeypatch):
+@pytest.mark.parametrize("target_kl", [0, 1e-9])
+@pytest.mark.parametrize("module", [ppo, ppo_hterm])
+def test_the_learning_rate_falls(module, target_kl, tmp_path, monkeypatch):
     """By the part that is left of the run, or, if it is adapted, to a KL divergence of 0."""
     update, seen = module.update, []
 
@@ -49,11 +48,9 @@ def test_the_learning_rate_falls(module, schedule, tmp_path, monkeypatch):
         return update(agent, optimizer, *inputs)
 
     monkeypatch.setattr(module, "update", spy)
-    options = TINY | {"total_steps": 1024, "run_dir": str(tmp_path)}
-    if module is ppo:
-        options |= {"target_kl": 1e-9, "learning_rate_schedule": schedule}
+    options = TINY | {"total_steps": 1024, "run_dir": str(tmp_path), "target_kl": target_kl}
     module.train(module.Args(**options))
-    if schedule == "anneal":
+    if target_kl == 0:
         np.testing.assert_allclose(seen, 1 - np.arange(len(seen)) / len(seen), rtol=1e-6)
     else:
         assert seen[-1] < 0.5  # each epoch moves the policy too far for such a target
@@ -223,7 +220,7 @@ def test_an_update_is_one_step_along_the_sum_of_both_losses():
 
     memory = make_memory(rollout, args)
     optimizer = torch.optim.SGD(agent.parameters(), 0.0)
-    logged = ppo_hterm.update(agent, optimizer, rollout, memory, (loss, term), args)
+    logged = ppo_hterm.update(agent, optimizer, rollout, memory, loss, term, 0.8, args)
     found = [p.grad.clone() for p in agent.parameters()]
     agent.normalizer.count.zero_()
     base = ppo_hterm.ppo_loss(agent, given["batch"], args)[0]
@@ -231,7 +228,7 @@ def test_an_update_is_one_step_along_the_sum_of_both_losses():
     added = ppo_hterm.hamiltonian_term(agent, given["past"], args)
     assert logged["hamiltonian"].item() == pytest.approx(added.item())
     added = torch.autograd.grad(added, list(agent.parameters()), materialize_grads=True)
-    both = [x + 0.5 * y for x, y in zip(base, added, strict=True)]
+    both = [x + 0.5 * 0.8 * y for x, y in zip(base, added, strict=True)]
     norm = torch.nn.utils.get_total_norm(both)
     torch.testing.assert_close(logged["grad_norm"], norm)
     torch.testing.assert_close(found, [x * (0.5 / norm).clamp(max=1) for x in both])
@@ -245,11 +242,18 @@ def test_the_smallest_minibatch_leaves_finite_weights(tmp_path):
     assert all(x.isfinite().all() for x in agent.values())
 
 
-def test_settings_are_ppos_but_for_the_term():
-    """Where it has any; on Hopper the learning rate is annealed, where ppo.py adapts it."""
-    assert "Hopper" not in ppo_hterm.TUNED
+def test_settings_are_ppos():
     for env, tuned in ppo_hterm.TUNED.items():
-        assert tuned == ppo.TUNED[env] | ({"hterm_coef": 0.1} if env == "Ant" else {}), env
+        assert tuned == ppo.TUNED[env], env
+
+
+def test_the_weight_of_the_term_falls_to_zero(tmp_path, monkeypatch):
+    update, seen = ppo_hterm.update, []
+    monkeypatch.setattr(
+        ppo_hterm, "update", lambda *inputs: seen.append(inputs[-2]) or update(*inputs)
+    )
+    ppo_hterm.train(ppo_hterm.Args(**TINY | {"total_steps": 1024, "run_dir": str(tmp_path)}))
+    np.testing.assert_allclose(seen, 1 - np.arange(16) / 16)
 
 
 def test_resume_is_bit_identical_with_a_full_memory(tmp_path, monkeypatch):

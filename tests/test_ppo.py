@@ -248,7 +248,7 @@ class Recorder(torch.optim.SGD):
 
 def test_the_learning_rate_changes_once_an_epoch_not_at_each_minibatch():
     """4 minibatches an epoch; any policy has moved too far for such a target."""
-    options = {"epochs": 3, "minibatch_size": 6, "learning_rate_schedule": "adaptive"}
+    options = {"epochs": 3, "minibatch_size": 6}
     agent, args = make_agent(target_kl=1e-9, **options)
     optimizer = Recorder(agent.parameters(), 0.01)
     ppo.update(agent, optimizer, random_rollout(), ppo.ppo_loss, args)

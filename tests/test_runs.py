@@ -928,7 +928,7 @@ def test_nan_stops_the_run(tmp_path):
             ("the return of the evaluation at step", "is nan"),
         ),
         "loss": (
-            f"--env Pendulum {flags} --learning-rate 1e25 --learning-rate-schedule constant",
+            f"--env Pendulum {flags} --learning-rate 1e25",
             ("losses/", "step 64"),
         ),
     }
