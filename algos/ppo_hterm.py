@@ -60,8 +60,6 @@ class Args(RunArgs):
     """λ of the advantage estimator: 0 trusts the critic, 1 the returns"""
     clip: float = 0.2
     """ε: how far the probability ratio may leave 1 before its gradient stops"""
-    entropy_coef: float = 0.0
-    """c_H, weight of the entropy bonus"""
     hidden_size: int = 64
     """width of the two hidden layers of actor and critic"""
     initial_log_std: float = 0.0
@@ -85,7 +83,7 @@ TUNED = {
                 learning_rate=1e-3, initial_log_std=-1.0),
     "HalfCheetah": dict(num_steps=32, minibatch_size=128, learning_rate=3e-4, initial_log_std=-1.0,
                         gamma=0.98, gae_lambda=0.92),
-    "Hopper": dict(target_kl=0.01, entropy_coef=0.003),
+    "Hopper": dict(target_kl=0.01),
     "Walker2d": dict(num_steps=32),
     "Swimmer": dict(num_steps=256, gamma=0.9999, gae_lambda=0.98),
 }  # fmt: skip
@@ -198,7 +196,7 @@ def ppo_loss(agent: Agent, batch: dict[str, Tensor], args: Args) -> tuple[Tensor
         "value": 0.5 * (agent.value(batch["obs"]) - batch["returns"]).square().mean(),
         "entropy": policy.entropy().mean(),
     }
-    loss = losses["policy"] + 0.5 * losses["value"] - args.entropy_coef * losses["entropy"]
+    loss = losses["policy"] + 0.5 * losses["value"]
     with torch.no_grad():
         ratio = log_ratio.exp()
         losses["approx_kl"] = (ratio - 1 - log_ratio).mean()  # Schulman's estimator, never < 0
