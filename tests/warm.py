@@ -101,6 +101,7 @@ def _become(streams: list[int], command: list, cwd: str, environment: dict, new_
     folders = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
     sys.path[:1] = [os.path.dirname(os.path.abspath(script)), *folders]
     util.spawnv_passfds = _fork_and_execute
+    sys.modules.pop("sitecustomize", None)  # Debian's Python has one, too
     with contextlib.suppress(ImportError):
         importlib.import_module("sitecustomize")
     runpy.run_path(script, run_name="__main__")
