@@ -15,7 +15,6 @@ import importlib
 import json
 import os
 import runpy
-import signal
 import socket
 import subprocess
 import sys
@@ -23,7 +22,7 @@ import threading
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+PR_SET_CHILD_SUBREAPER = 36
 LOCK = threading.Lock()
 
 
@@ -122,7 +121,6 @@ def _fork_and_execute(path: bytes, words: list[str], kept: list[int]) -> int:
 
 
 if __name__ == "__main__":
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     # Not MuJoCo, which decides when it is imported how it draws.
     for module in ("gymnasium.vector", "torch._dynamo", "torch.utils.tensorboard", "tyro"):
         importlib.import_module(module)
