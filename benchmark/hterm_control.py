@@ -4,8 +4,8 @@
     python benchmark/stability.py --env Hopper --arms base hterm control
 
 The same memory and the same work, without a preference for steps that were better than expected:
-what this arm has before the base is the effect of replay, what the H-term has before it that of
-its weights. `--resume FOLDER` goes on by this file, not by the command that a stopped run prints.
+what this arm gains over the base is the effect of replay, what the H-term gains over this arm that
+of its weights. To go on with a stopped run, give `--resume FOLDER` to this file, not to ppo_hterm.py.
 """
 
 from torch import Tensor
