@@ -5,7 +5,7 @@
 
 The same memory and the same work, without a preference for steps that were better than expected:
 what this arm gains over the base is the effect of replay, what the H-term gains over this arm that
-of its weights. To go on with a stopped run, give `--resume FOLDER` to this file, not to ppo_hterm.py.
+of its weights. A stopped run goes on by `--resume FOLDER` of this file, not of ppo_hterm.py.
 """
 
 from torch import Tensor
