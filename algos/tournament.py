@@ -11,8 +11,8 @@ After ElegantRL-Podracer (Liu et al. 2021, arXiv:2112.05923). Nobody waits for a
     python algos/tournament.py --algos ppo sac --env Hopper --agents 8 --root runs/t1
 
 The agent next in line goes on itself, unless the generator draws one with as many steps whose score
-is higher by more than the standard error of the gap. A copy goes on with other random numbers, and
-with hyper-parameters times 0.8 or 1.25.
+is higher by more than the standard error of the gap: then it is replaced, and never drawn again. A
+copy goes on with other random numbers, and with hyper-parameters times 0.8 or 1.25.
 
 What differs from the paper: scores are of episodes that nobody trained on, with their errors; who
 is not worse by more than that error is not replaced; agents are compared at equal training; the
@@ -60,7 +60,9 @@ def generate(population: Population, args: Args) -> None:
     """The generator: begin the agent that is trained next."""
     generator = population.random("generate", population.count)
     own = next_in_line(population, args)
-    unfinished = [a for a in population.agents.values() if a.step < args.total_steps]
+    replaced = {line["id"] for line in population.journal.of("replaced")}
+    kept = [agent for agent in population.agents.values() if agent.id not in replaced]
+    unfinished = [agent for agent in kept if agent.step < args.total_steps]
     begun = (*population.agents.values(), *population.flights.values())
     roots = sum(not agent.parent for agent in begun)
     if own is not None and roots >= args.agents:

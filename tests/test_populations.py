@@ -273,8 +273,9 @@ def test_noise_replaces_nobody(stand_in, tmp_path):
 
 
 def test_a_tournament_with_known_scores(stand_in, tmp_path):
-    root, flags = tmp_path / "t", f"--algos {stand_in}/trainer.py --env Known --agents 4 --cpus 0.5"
-    drive("tournament", root, f"{flags} --total-steps 500 --segments 40")
+    root, flags = tmp_path / "t", f"--algos {stand_in}/trainer.py --env Known"
+    flags += " --agents 8 --cpus 0.25"
+    drive("tournament", root, f"{flags} --total-steps 250 --period 50")
     found = agents(root)
     assert len(found) == 40
     assert_every_segment_counts_once(root)
@@ -288,7 +289,7 @@ def test_a_tournament_with_known_scores(stand_in, tmp_path):
     drive("tournament", independent, f"{flags} --total-steps 200 --period 100 --strategy fresh")
     assert not journal(independent, "replaced")
     chains = [x.parent for x in agents(independent).values() if x.parent]
-    assert len(chains) == len(set(chains)) == 4
+    assert len(chains) == len(set(chains)) == 8
 
 
 def test_runs_with_different_seeds_become_one_agent(stand_in, tmp_path):
