@@ -1,7 +1,7 @@
 """Advantage actor-critic (A2C): one step of the policy gradient on each short rollout.
 
 Mnih, Badia, Mirza, Graves, Lillicrap, Harley, Silver, Kavukcuoglu 2016, arXiv:1602.01783, in its
-synchronous form. With the advantage Â_t and the return R_t = Â_t + V(s_t),
+synchronous form. With the advantage Â_t and the return R_t = Â_t + V(s_t), constants in L,
 
     L(θ) = − E[ Â_t log π_θ(a_t|s_t) ]
            + c_V ½ E[ (V(s_t) − R_t)² ] − c_H E[ H(π(·|s_t)) ]
@@ -72,7 +72,7 @@ LIMITS = {
     "initial_log_std": (-10, 10),
 }
 
-# What differs by environment, as in the tables of papers; a flag on the command line wins.
+# What differs by environment; a flag on the command line wins.
 TUNED = {
     "CartPole": dict(total_steps=50_000, eval_every=10_000, num_envs=8, num_steps=5, gamma=0.995,
                      gae_lambda=0.9),
@@ -206,10 +206,10 @@ def a2c_loss(agent: Agent, batch: dict[str, Tensor], args: Args) -> tuple[Tensor
 
 
 def update(agent: Agent, optimizer, rollout, a2c_loss, args: Args) -> dict[str, Tensor]:
-    """One gradient step by `a2c_loss`, perhaps compiled, on all of a rollout -> what to log."""
+    """One gradient step on all of a rollout -> what to log."""
     batch = prepare(agent, rollout, args)
-    # A single step: with the next weights the rollout would be another policy's.
-    loss, losses = a2c_loss(agent, batch, args)
+    # A single step: after it the policy is not the one that collected the rollout.
+    loss, losses = a2c_loss(agent, batch, args)  # compiled where --compile says so
     optimizer.zero_grad()
     loss.backward()
     average_gradients(agent)

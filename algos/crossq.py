@@ -6,7 +6,7 @@ Bhatt, Palenicek, Belousov, Argus, Amiranashvili, Brox, Peters 2024, arXiv:1902.
     [ Q_i(s, a) ; Q_i(s', a') ] = Q_i( [ s ; s' ], [ a ; a' ] )              one pass
     y    = r + γ (1 − terminated) ( min_i Q_i(s', a') − α log π(a'|s') )     no gradient
     L(Q) = Σ_i E[ ½ ( Q_i(s, a) − y )² ]
-    L(π) = E[ α log π(ã|s) − min_i Q_i(s, ã) ]              after `policy_delay` updates
+    L(π) = E[ α log π(ã|s) − min_i Q_i(s, ã) ]          every `policy_delay`-th update
 
     python algos/crossq.py --env Ant
 
@@ -50,7 +50,7 @@ class Args(TransitionArgs):
     utd_ratio: float = 1.0
     """updates of the critics per transition collected"""
     policy_delay: int = 3
-    """updates of the critics for one of the actor"""
+    """updates of the critics per update of the actor"""
     batch_size: int = 256
     """transitions of one gradient step"""
     buffer_size: int = 1_000_000
@@ -171,7 +171,7 @@ class Agent(nn.Module):
         self.eval()  # running statistics, except where a network learns
         self.log_temperature = nn.Parameter(torch.zeros(()))  # log α
         self.target_entropy = -act_dim
-        self.register_buffer("warm_up", torch.tensor(True))  # explore by uniform actions
+        self.register_buffer("warm_up", torch.tensor(True))  # a buffer: workers see it change
         low, high = torch.tensor(action_space.low), torch.tensor(action_space.high)
         self.register_buffer("action_center", (high + low) / 2)
         self.register_buffer("action_scale", (high - low) / 2)
@@ -234,7 +234,7 @@ def temperature_loss(agent: Agent, log_prob: Tensor) -> Tensor:
 
 
 def update(agent: Agent, optimizers, loss_functions, batch: dict, number: int, args: Args):
-    """Step `number` of the critics, perhaps one of the actor -> what to log, the TD errors (B,)."""
+    """Step `number` of the critics, perhaps of the actor -> what to log, the TD errors (B,)."""
     critic_optimizer, actor_optimizer = optimizers
     critic_loss, actor_loss = loss_functions  # those above, compiled where --compile says so
 
@@ -261,7 +261,7 @@ def update(agent: Agent, optimizers, loss_functions, batch: dict, number: int, a
 def train(args: Args) -> Result:
     run = Run(args, __file__, LIMITS)
     args = run.args
-    workers = Workers(run, collect, "bounded", ahead=True)
+    workers = Workers(run, collect, "bounded", ahead=True)  # ahead: they collect during updates
     agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
     actor_parameters = [*agent.actor.parameters(), agent.log_temperature]
     adam = dict(lr=args.learning_rate, betas=(0.5, 0.999), fused=True)

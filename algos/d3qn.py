@@ -68,7 +68,7 @@ class Args(TransitionArgs):
     exploration_fraction: float = 0.2
     """part of the run during which ε goes from 1 to --final-epsilon"""
     exploration_length: float = 1.0
-    """L: for how many steps a random action is repeated, in the mean"""
+    """L: for how many steps a random action is repeated, in the mean (1: not at all)"""
     max_grad_norm: float = 10.0
     """gradients longer than this are shortened to it"""
     hidden_size: int = 128
@@ -197,7 +197,7 @@ def update(agent: Agent, target: nn.Module, optimizer, q_loss, batch: dict, args
 def train(args: Args) -> Result:
     run = Run(args, __file__, LIMITS)
     args = run.args
-    workers = Workers(run, collect, "discrete", ahead=True)
+    workers = Workers(run, collect, "discrete", ahead=True)  # ahead: they collect during updates
     agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
     target = copy.deepcopy(agent.q_network).requires_grad_(False)
     optimizer = torch.optim.Adam(agent.q_network.parameters(), args.learning_rate, fused=True)

@@ -117,7 +117,7 @@ class Agent(nn.Module):
         self.actor = Actor(obs_dim, act_dim, args.hidden_size)
         self.critic = Critic(obs_dim, act_dim, args.hidden_size)
         self.exploration_noise = args.exploration_noise
-        self.register_buffer("warm_up", torch.tensor(True))  # explore by uniform actions
+        self.register_buffer("warm_up", torch.tensor(True))  # a buffer: workers see it change
         low, high = torch.tensor(action_space.low), torch.tensor(action_space.high)
         self.register_buffer("action_center", (high + low) / 2)
         self.register_buffer("action_scale", (high - low) / 2)
@@ -198,7 +198,7 @@ def update(agent: Agent, target: Agent, optimizers, loss_functions, batch: dict,
 def train(args: Args) -> Result:
     run = Run(args, __file__, LIMITS)
     args = run.args
-    workers = Workers(run, collect, "bounded", ahead=True)
+    workers = Workers(run, collect, "bounded", ahead=True)  # ahead: they collect during updates
     agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
     target = copy.deepcopy(agent).requires_grad_(False)
     critic_optimizer = torch.optim.Adam(agent.critic.parameters(), args.learning_rate, fused=True)

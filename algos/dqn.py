@@ -15,7 +15,7 @@ What differs from the paper:
 - Adam for RMSProp, its learning rate annealed to zero; the gradient is clipped to a norm;
 - eight environments collect; rewards are not clipped (paper: ±1), ε ends at 0.05 (0.1); a truncated
   episode bootstraps from its true last observation;
-- with --n-step, r is the discounted sum of n rewards and γ is γⁿ, both cut at an episode's end,
+- with --n-step, r is the discounted sum of n rewards, γⁿ replaces γ, both cut at an episode's end,
   and what exploration did in between is not corrected for;
 - with --prioritized, transitions are drawn by their TD errors, and w in the loss makes up for it.
 """
@@ -167,7 +167,7 @@ def update(agent: Agent, target: nn.Module, optimizer, q_loss, batch: dict, args
 def train(args: Args) -> Result:
     run = Run(args, __file__, LIMITS)
     args = run.args
-    workers = Workers(run, collect, "discrete", ahead=True)
+    workers = Workers(run, collect, "discrete", ahead=True)  # ahead: they collect during updates
     agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
     target = copy.deepcopy(agent.q_network).requires_grad_(False)
     optimizer = torch.optim.Adam(agent.q_network.parameters(), args.learning_rate, fused=True)

@@ -18,8 +18,8 @@ times the mean squared logit besides (the authors' code: 10⁻³, of unscaled re
 get normal noise. What differs from the paper: no ensembles and no inference of policies; rewards
 times 0.1; learning rates of 1e-3 (paper: 1e-2), annealed to zero; 64 environments and an update
 after every 50 steps (100); one gradient norm of all agents is clipped (the authors' code: each
-matrix's); a truncated episode bootstraps from its true last observation; an agent that has left its
-episode does not learn from it.
+matrix's); a truncated episode bootstraps from its true last observation; an agent that has left the
+episode has the value 0 and does not learn.
 """
 
 import copy
@@ -179,7 +179,7 @@ def collect(agent: Agent, envs: vec_envs.VecEnv, rollout: dict[str, Tensor]) -> 
 
 
 def masked_mean(x: Tensor, alive: Tensor) -> Tensor:
-    """The mean of x over the agents that live (1 or 0), both (B, A); a learner's part."""
+    """Mean of x over living agents, (B, A); averaged over learners, that of all their agents."""
     return (x * alive).sum() / mean_over_learners(alive.sum()).clamp(min=1)
 
 
@@ -205,7 +205,7 @@ def actor_loss(agent: Agent, batch: dict[str, Tensor], args: Args) -> Tensor:
     """− E[ Q^i(x, …, μ^i(o^i), …) ], the mean over agents, and what large logits cost."""
     obs, output = batch["obs"], agent.outputs(batch["obs"])
     joint = torch.where(agent.own, act(agent, output), agent.encode(batch["action"]))
-    loss = -q_values(agent.critics, obs, joint)  # (B, A); joint (A, B, A, outputs)
+    loss = -q_values(agent.critics, obs, joint)  # (B, A); joint[i]: agent i's action is new
     if agent.discrete:
         available = agent.available(obs)
         squared = torch.where(available, output.square(), 0.0)

@@ -1,7 +1,7 @@
 """Multi-agent PPO (MAPPO): ppo.py with one policy for all agents and a critic that sees the state.
 
-Yu, Velu, Vinitsky, Gao, Wang, Bayen, Wu 2022, arXiv:2103.01955. Agents i = 1 … A share all weights
-and are told apart by a one-hot i; the policy sees what its agent sees, the critic everything:
+Yu, Velu, Vinitsky, Gao, Wang, Bayen, Wu 2022, arXiv:2103.01955. Agents i = 1 … A share the networks
+(not σ), told apart by a one-hot i; the policy sees what its agent sees, the critic everything:
 
     π_θ(a^i | o^i, i)      V_θ(s, i)
     L(θ) = − E_i[ min( ρ^i Â^i , clip(ρ^i, 1−ε, 1+ε) Â^i ) ]
@@ -15,8 +15,8 @@ What differs from ppo.py: an axis for the agents, (T, N, A, ...); each agent is 
 rewards; the critic learns normalised returns instead of returns of normalised rewards; one step an
 epoch, on the whole rollout, as the paper recommends; what the dead do is in no loss of the policy.
 What differs from the paper: no recurrent networks; no Huber loss, value clip or PopArt (returns are
-normalised, the critic's last layer is not rescaled); no death masking (the dead have a value, a
-part of what their last actions are worth); the rate is annealed, and c_H from 0.03 (paper: 0.01),
+normalised, the critic's last layer is not rescaled); no death masking (the dead have a value: what
+their team earns later is credit for them); the rate is annealed, and c_H from 0.03 (paper: 0.01),
 since a speaker who settles early may give two goals one word; other numbers in `Args`.
 """
 
@@ -55,7 +55,7 @@ class Args(RunArgs):
     centralized_value: bool = True
     """the critic sees the state; else each agent's own observation (IPPO)"""
     gamma: float = 0.9
-    """γ, the discount factor: an episode of 25 steps is truncated and has values of 1 / (1 − γ)"""
+    """γ, the discount factor: episodes are truncated, so V counts on 1 / (1 − γ) further steps"""
     gae_lambda: float = 0.95
     """λ of the advantage estimator: 0 trusts the critic, 1 the returns"""
     clip: float = 0.2
@@ -76,7 +76,7 @@ LIMITS = {
     "max_grad_norm": (1e-9, None),
 }
 
-# What differs by environment, as in the tables of papers; a flag on the command line wins.
+# What differs by environment; a flag on the command line wins.
 TUNED = {"Spread": dict(total_steps=3_000_000), "SpreadContinuous": dict(total_steps=3_000_000)}
 
 
@@ -210,7 +210,7 @@ def prepare(agent: Agent, rollout: dict[str, Tensor], args: Args) -> dict[str, T
 
 
 def masked_mean(x: Tensor, alive: Tensor) -> Tensor:
-    """The mean of x over the agents that live (1 or 0), both (B, A); a learner's part."""
+    """Mean of x over living agents, (B, A); averaged over learners, that of all their agents."""
     return (x * alive).sum() / mean_over_learners(alive.sum()).clamp(min=1)
 
 

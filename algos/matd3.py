@@ -1,4 +1,4 @@
-"""Multi-agent TD3 (MATD3): maddpg.py with two critics per agent, the lower of which counts.
+"""Multi-agent TD3 (MATD3): maddpg.py with td3.py's two critics, target noise and delayed actors.
 
 Ackermann, Gabler, Osa, Sugiyama 2019, arXiv:1910.01465. As in td3.py (no noise on discrete ã^i),
 
@@ -62,7 +62,7 @@ class Args(ReplayArgs):
     target_noise_clip: float = 0.5
     """c: where that noise is cut"""
     policy_delay: int = 2
-    """d: updates of the critics for one of actors and target networks"""
+    """d: updates of the critics per update of actors and target networks"""
     logit_cost: float = 1e-4
     """weight of the mean squared logit of discrete actions"""
     reward_scale: float = 0.1
@@ -183,7 +183,7 @@ def collect(agent: Agent, envs: vec_envs.VecEnv, rollout: dict[str, Tensor]) -> 
 
 
 def masked_mean(x: Tensor, alive: Tensor) -> Tensor:
-    """The mean of x over the agents that live (1 or 0), both (B, A); a learner's part."""
+    """Mean of x over living agents, (B, A); averaged over learners, that of all their agents."""
     return (x * alive).sum() / mean_over_learners(alive.sum()).clamp(min=1)
 
 
@@ -216,7 +216,7 @@ def actor_loss(agent: Agent, batch: dict[str, Tensor], args: Args) -> Tensor:
     """− E[ Q^i_1(x, …, μ^i(o^i), …) ], the mean over agents, and what large logits cost."""
     obs, output = batch["obs"], agent.outputs(batch["obs"])
     joint = torch.where(agent.own, act(agent, output), agent.encode(batch["action"]))
-    loss = -q_values(agent.critics.q1, obs, joint)  # (B, A); joint (A, B, A, outputs)
+    loss = -q_values(agent.critics.q1, obs, joint)  # (B, A); joint[i]: agent i's action is new
     if agent.discrete:
         available = agent.available(obs)
         squared = torch.where(available, output.square(), 0.0)

@@ -1,11 +1,10 @@
 """Modified soft actor-critic (ModSAC): sac.py whose policy waits while the critics are unreliable.
 
-The rule is that of ElegantRL's ModSAC. With L(Q) the loss of the critics, after each update of
-the critics
+The rule is that of ElegantRL's ModSAC. With L(Q), the critics' loss, after each of their updates
 
     L̄ ← 0.995 L̄ + 0.005 L(Q),  L̄ = 1 at first
     λ = exp( − L̄² )                               reliability of the critics, in (0, 1]
-    n ← n + 1 / (2 − λ),  n = 0 at first          updates that are due to the policy
+    n ← n + 1 / (2 − λ),  n = 0 at first          updates that the policy is owed
     if  n > 0:  n ← n − 1  and update actor and temperature
 
 so that the policy moves at every update of the critics while their loss is small (λ → 1), and at
@@ -136,7 +135,7 @@ class Agent(nn.Module):
         self.target_entropy = -act_dim
         self.register_buffer("average_critic_loss", torch.ones(()))  # L̄
         self.register_buffer("policy_due", torch.zeros(()))  # n
-        self.register_buffer("warm_up", torch.tensor(True))  # explore by uniform actions
+        self.register_buffer("warm_up", torch.tensor(True))  # a buffer: workers see it change
         low, high = torch.tensor(action_space.low), torch.tensor(action_space.high)
         self.register_buffer("action_center", (high + low) / 2)
         self.register_buffer("action_scale", (high - low) / 2)
@@ -238,7 +237,7 @@ def update(agent: Agent, target: Critics, optimizers, loss_functions, batch: dic
 def train(args: Args) -> Result:
     run = Run(args, __file__, LIMITS)
     args = run.args
-    workers = Workers(run, collect, "bounded", ahead=True)
+    workers = Workers(run, collect, "bounded", ahead=True)  # ahead: they collect during updates
     agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
     target = copy.deepcopy(agent.critics).requires_grad_(False)
     critic_optimizer = torch.optim.Adam(agent.critics.parameters(), args.learning_rate, fused=True)

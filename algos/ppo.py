@@ -10,8 +10,8 @@ Schulman, Wolski, Dhariwal, Radford, Klimov 2017, arXiv:1707.06347. With the pro
     python algos/ppo.py --env CartPole       discrete actions
 
 What differs from a2c.py: `policy_loss` has the ratio and the clip; `update` makes several epochs of
-minibatches; `adapt_learning_rate`: the rate is annealed, as in the paper's Atari runs, or adapted
-to the KL divergence, as in its Roboschool runs. What the paper does not have:
+minibatches, by Adam; `adapt_learning_rate`: with --target-kl the rate follows the KL divergence, as
+in the paper's Roboschool runs, else it is annealed, as in its Atari runs. Not in the paper:
 - observations are normalised, rewards divided by the deviation of their return, by running
   statistics, and both cut at ±10; the statistics are saved with the agent, frozen at evaluation
   and fixed within an iteration, so that π_old and π_θ see the same numbers;
@@ -49,9 +49,9 @@ class Args(RunArgs):
     num_steps: int = 64
     """steps of each environment in a rollout"""
     learning_rate: float = 5e-4
-    """of Adam, for actor and critic; annealed linearly to zero, unless --target-kl is given"""
+    """of Adam, for actor and critic; annealed linearly to zero where --target-kl is 0"""
     target_kl: float = 0.0
-    """adapt the rate to this KL divergence from the old policy, seen once an epoch (0: anneal)"""
+    """KL divergence of an epoch (its last minibatch) that the rate is adapted to (0: annealed)"""
     epochs: int = 10
     """passes over each rollout"""
     minibatch_size: int = 512
@@ -82,7 +82,7 @@ LIMITS = {
     "initial_log_std": (-10, 10),
 }
 
-# What differs by environment, as in the tables of papers; a flag on the command line wins.
+# What differs by environment; a flag on the command line wins.
 TUNED = {
     "CartPole": dict(total_steps=49_152, eval_every=10_000, learning_rate=1e-3, gae_lambda=0.98),
     "Acrobot": dict(total_steps=98_304, eval_every=20_000, num_envs=32, minibatch_size=256,

@@ -2,9 +2,9 @@
 
 Liu & Fang 2020, "Quantum Tensor Networks for Variational RL", and Liu, Li, Wu, Wang 2023,
 "Stationary Deep RL with Quantum K-spin Hamiltonian Regularization", read minus the expected K-step
-return as an energy H(π) and raise the log-probability of remembered trajectories. R from `gae`:
+return as an energy and raise the log-probability of remembered trajectories. With R from `gae`:
 
-    memory   the last M rollouts; to each minibatch comes one of half the size, drawn from them
+    memory   the last M rollouts; each minibatch is joined by one of half its size, drawn from them
     L_H(θ) = − E[ w/w̄ σ̄² log π_θ(a|s) ] + 0.05 E[ (R − V_θ(s))² ],   w = min(exp Â, 3)
     L(θ)   = L_PPO + λ_H L_H       Â = R − V_θ(s), with mean 0 and deviation 1 in the minibatch
 
@@ -47,9 +47,9 @@ class Args(RunArgs):
     num_steps: int = 64
     """steps of each environment in a rollout"""
     learning_rate: float = 5e-4
-    """of Adam, for actor and critic; annealed linearly to zero, unless --target-kl is given"""
+    """of Adam, for actor and critic; annealed linearly to zero where --target-kl is 0"""
     target_kl: float = 0.0
-    """adapt the rate to this KL divergence from the old policy, seen once an epoch (0: anneal)"""
+    """KL divergence of an epoch (its last minibatch) that the rate is adapted to (0: annealed)"""
     epochs: int = 10
     """passes over each rollout"""
     minibatch_size: int = 512
@@ -77,7 +77,7 @@ LIMITS = {
     "initial_log_std": (-10, 10),
 }
 
-# What differs by environment, as in ppo.py; a flag on the command line wins.
+# What differs by environment, five rows of ppo.py's; a flag on the command line wins.
 TUNED = {
     "Ant": dict(total_steps=2_500_000, num_steps=32, epochs=4, minibatch_size=1024,
                 learning_rate=1e-3, initial_log_std=-1.0),

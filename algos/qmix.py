@@ -12,12 +12,12 @@ much each Q_i counts may depend on the state s and on the others:
     python algos/qmix.py --env lbforaging:Foraging-8x8-2p-2f-coop-v3
 
 What differs from vdn.py:
-- `Mixer`: W₁, b₁, w₂ are linear functions of the state, b₂ has a hidden layer (hypernetworks); W₁
-  and w₂ are their absolute values.
+- `Mixer`: W₁, b₁, w₂ are linear in the state, W₁ and w₂ by their absolute values; b₂ has a hidden
+  layer (hypernetworks).
 - `collect` stores the state; `td_target` and `td_loss` give it to the mixing network.
 - All errors count alike: the mixing network needed no weights w_t. γ is 0.9 (0.95).
-What differs from the paper: what vdn.py names (there a GRU, which also sees the agent's last
-action, and episodes); double Q-learning and λ-returns (paper: one step, max_a Q̄_tot); the mixing
+What differs from the paper: what vdn.py names but w_t (paper: a GRU, which also sees the agent's
+last action; episodes); double Q-learning and λ-returns (paper: one step, max_a Q̄_tot); the mixing
 network is initialised close to the sum plus A.
 """
 
@@ -98,7 +98,7 @@ def mlp(inputs: int, hidden: int, outputs: int) -> nn.Sequential:
 class Mixer(nn.Module):
     """Q_tot (...) of the agents' values q (..., A) and the normalised state (..., state_dim).
 
-    At first W₁ ≈ 1 / A, w₂ ≈ A / width, and b₁ ≈ 1, which adds A, keeps elu nearly linear.
+    At first W₁ ≈ 1 / A, w₂ ≈ A / width and b₁ ≈ 1: b₁ adds A to Q_tot and keeps elu nearly linear.
     """
 
     def __init__(self, agents: int, state_dim: int, width: int):
@@ -133,7 +133,7 @@ class Agent(nn.Module):
         self.mixer = Mixer(agents, envs.state_dim, args.mixing_size)
         self.register_buffer("agent_id", torch.eye(agents))
         self.register_buffer("action_mask", envs.action_mask.clone())  # (A, num_actions)
-        self.register_buffer("epsilon", torch.tensor(1.0))
+        self.register_buffer("epsilon", torch.tensor(1.0))  # a buffer: workers see it change
 
     def forward(self, obs: Tensor) -> Tensor:
         return self.values(obs).argmax(-1)
@@ -205,7 +205,7 @@ def td_target(agent: Agent, target: Agent, batch: dict[str, Tensor], args: Args)
     best = agent(batch["next_obs"]).unsqueeze(-1)
     next_q = target.values(batch["next_obs"]).gather(-1, best).squeeze(-1)  # (T, B, A)
     next_value = mix(target, next_q * batch["next_alive"], batch["next_state"])
-    reward = agent.reward_scaler.scale(batch["reward"].sum(-1))  # the team's, as of now
+    reward = agent.reward_scaler.scale(batch["reward"].sum(-1))  # the team's, by today's deviation
     return lambda_returns(reward, next_value, batch["terminated"], batch["done"], args.gamma)
 
 
@@ -270,7 +270,7 @@ def train(args: Args) -> Result:
         replay.add(rollout)
         agent.normalizer.update(rollout["obs"].flatten(-2))
         agent.state_normalizer.update(rollout["state"])
-        agent.reward_scaler(rollout["reward"].sum(-1), rollout["done"])  # its statistics
+        agent.reward_scaler(rollout["reward"].sum(-1), rollout["done"])  # updates its statistics
         before, step = step, step + args.num_steps * args.num_envs * run.world_size
         for _ in range(args.updates):
             batch = replay.windows(args.batch_size, args.num_steps)

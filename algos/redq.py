@@ -5,7 +5,7 @@ anew for each update, and a', ã drawn anew from π at s' and s,
 
     y    = r + γ (1 − terminated) ( min_{i∈𝓜} Q̄_i(s', a') − α log π(a'|s') )
     L(Q) = Σ_i E[ ½ ( Q_i(s, a) − y )² ]                          all N of them
-    L(π) = E[ α log π(ã|s) − 1/N Σ_i Q_i(s, ã) ]                 after `policy_delay` updates
+    L(π) = E[ α log π(ã|s) − 1/N Σ_i Q_i(s, ã) ]          every `policy_delay`-th update
 
     python algos/redq.py --env Hopper
 
@@ -52,7 +52,7 @@ class Args(TransitionArgs):
     utd_ratio: float = 20.0
     """updates of the critics per transition collected"""
     policy_delay: int = 20
-    """updates of the critics for one of the actor"""
+    """updates of the critics per update of the actor"""
     ensemble_size: int = 10
     """N, the number of critics"""
     subset_size: int = 2
@@ -162,7 +162,7 @@ class Agent(nn.Module):
         self.critics = Critics(args.ensemble_size, obs_dim, act_dim, args.hidden_size)
         self.log_temperature = nn.Parameter(torch.zeros(()))  # log α
         self.target_entropy = -act_dim if args.target_entropy is None else args.target_entropy
-        self.register_buffer("warm_up", torch.tensor(True))  # explore by uniform actions
+        self.register_buffer("warm_up", torch.tensor(True))  # a buffer: workers see it change
         low, high = torch.tensor(action_space.low), torch.tensor(action_space.high)
         self.register_buffer("action_center", (high + low) / 2)
         self.register_buffer("action_scale", (high - low) / 2)
@@ -258,7 +258,7 @@ def train(args: Args) -> Result:
     args = run.args
     if args.subset_size > args.ensemble_size:
         raise UserError(f"--subset-size is {args.subset_size}; allowed is at most --ensemble-size")
-    workers = Workers(run, collect, "bounded", ahead=True)
+    workers = Workers(run, collect, "bounded", ahead=True)  # ahead: they collect during updates
     agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
     target = copy.deepcopy(agent.critics).requires_grad_(False)
     critic_optimizer = torch.optim.Adam(agent.critics.parameters(), args.learning_rate, fused=True)

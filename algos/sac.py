@@ -1,7 +1,7 @@
 """Soft actor-critic (SAC): td3.py with a stochastic policy that is rewarded for its entropy.
 
-Haarnoja, Zhou, Abbeel, Levine 2018, arXiv:1801.01290; the learned temperature, arXiv:1812.05905.
-With α the temperature, a' drawn from π(·|s') and ã from π(·|s) anew, Q̄ the slow target networks,
+Haarnoja, Zhou, Abbeel, Levine 2018, arXiv:1801.01290; here the later form, arXiv:1812.05905, which
+has no V and learns α. With a' ~ π(·|s'), ã ~ π(·|s) drawn anew, Q̄ the slow target networks,
 
     y    = r + γ (1 − terminated) ( min_i Q̄_i(s', a') − α log π(a'|s') )
     L(Q) = Σ_i E[ ½ ( Q_i(s, a) − y )² ]
@@ -12,12 +12,12 @@ With α the temperature, a' drawn from π(·|s') and ã from π(·|s) anew, Q̄ 
 
 What differs from td3.py:
 - `Actor.sample`: a squashed Gaussian, a = tanh(u), u ~ N(μ(s), σ(s)²), instead of μ(s) + noise.
-- `critic_loss`, `actor_loss`: the entropy. No target actor, no smoothing and no delay: the noise
-  of π does what these did.
+- `critic_loss`, `actor_loss`: the entropy; both take the smaller Q. No target actor and no delay;
+  a' is drawn from π, which smooths the target as td3.py's noise did.
 - `temperature_loss`: α follows the entropy.
 What differs from the paper: four environments collect, Adam's rate is td3.py's 1e-3 (paper: 3e-4),
 L(α) has log α in the place of α (the gradient has the same sign). With --n-step, r is a sum of n
-discounted rewards and `discount` γⁿ (else γ); with --prioritized, `weight` is not 1.
+discounted rewards (no entropies) and `discount` γⁿ (else γ); with --prioritized, `weight` is not 1.
 """
 
 import copy
@@ -131,7 +131,7 @@ class Agent(nn.Module):
         self.critics = Critics(obs_dim, act_dim, args.hidden_size)
         self.log_temperature = nn.Parameter(torch.zeros(()))  # log α
         self.target_entropy = -act_dim
-        self.register_buffer("warm_up", torch.tensor(True))  # explore by uniform actions
+        self.register_buffer("warm_up", torch.tensor(True))  # a buffer: workers see it change
         low, high = torch.tensor(action_space.low), torch.tensor(action_space.high)
         self.register_buffer("action_center", (high + low) / 2)
         self.register_buffer("action_scale", (high - low) / 2)
@@ -220,7 +220,7 @@ def update(agent: Agent, target: Critics, optimizers, loss_functions, batch: dic
 def train(args: Args) -> Result:
     run = Run(args, __file__, LIMITS)
     args = run.args
-    workers = Workers(run, collect, "bounded", ahead=True)
+    workers = Workers(run, collect, "bounded", ahead=True)  # ahead: they collect during updates
     agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
     target = copy.deepcopy(agent.critics).requires_grad_(False)
     critic_optimizer = torch.optim.Adam(agent.critics.parameters(), args.learning_rate, fused=True)

@@ -17,9 +17,9 @@ What differs from sac.py:
 - `target_entropy_at`: the paper's H̄ = 0.98 log |A| explores, but keeps the policy almost random; it
   falls from there (Xu et al. 2021, arXiv:2112.02852, lower it as well).
 What differs from the paper: this schedule; observations are vectors, normalised by running
-statistics; eight environments; learning rates annealed to zero; L(α) has log α in the place of α;
-with --exploration-length, actions are repeated (Acrobot's goal is hardly found without); with
---n-step, r is the sum of n discounted rewards, without the entropies in between.
+statistics; eight environments; learning rates annealed to zero; L(α) has log α in the place of α,
+which begins at 0.2; with --exploration-length, actions are repeated (Acrobot's goal is hardly found
+else); with --n-step, r is the sum of n discounted rewards, without the entropies in between.
 """
 
 import copy
@@ -235,7 +235,7 @@ def update(agent: Agent, target: Critics, optimizers, loss_functions, batch: dic
 def train(args: Args) -> Result:
     run = Run(args, __file__, LIMITS)
     args = run.args
-    workers = Workers(run, collect, "discrete", ahead=True)
+    workers = Workers(run, collect, "discrete", ahead=True)  # ahead: they collect during updates
     agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
     target = copy.deepcopy(agent.critics).requires_grad_(False)
     critic_optimizer = torch.optim.Adam(agent.critics.parameters(), args.learning_rate, fused=True)

@@ -1,21 +1,21 @@
 """SAC with the Hamiltonian term (H-term): sac.py plus a policy gradient along K-step windows.
 
 Liu & Fang 2020; Liu, Li, Wu, Wang 2023 (NeurIPS and ICLR workshops): the energy H is minus the
-expected K-step return. Windows are K of the newest steps in a row, u is the action before tanh, b
+expected K-step return. Windows: K steps in a row from the newest part of the buffer, a = tanh u, b
 the policy that drew it, m_j is 1 until an episode ends, V̄(s) = min_i Q̄_i(s, ã) − α log π(ã|s):
 
     δ_j = r_j − α log π(a_j|s_j) + γ (1 − terminated_j) V̄(s_{j+1}) − V̄(s_j)
-    w_j = min( 1, exp Σ_{i≤j} log π(a_i|s_i)/b(a_i|s_i) )
+    w_j = min( 1, Π_{i≤j} π(a_i|s_i) / b(a_i|s_i) )
     g_i = Σ_{j≥i} γ^j m_j w_j δ_j                       w, δ and g have no gradient
     ĝ   = h / rms(h),  h = g − w Σmg / Σmw              rms: root of a running mean square
     L_H = − (1/Σm) Σ m_i ĝ_i log π(a_i|s_i)
-    L   = L(π) + λ L_H                  λ falls linearly to 0; λ ‖∇L_H‖ is at most ¼ ‖∇L(π)‖
+    L   = L(π) + λ_H L_H                λ_H falls linearly to 0; λ_H ‖∇L_H‖ ≤ ¼ ‖∇L(π)‖
 
     python algos/sac_hterm.py --env Hopper
 
 What differs from sac.py: `collect` stores u and log b; `hamiltonian_term`, its part of `update`.
-With λ = 0 the run is sac.py's, bit for bit. What differs from the paper: TD errors, importance
-weights, newest windows, λ falls, the cap. No effect is shown so far (benchmark/results/hterm).
+With λ_H = 0 the run is sac.py's, bit for bit. What differs from the paper: TD errors, importance
+weights, newest windows, λ_H falls, the cap. No effect is shown so far (benchmark/results/hterm).
 """
 
 import copy
@@ -63,9 +63,9 @@ class Args(ReplayArgs):
     hidden_size: int = 256
     """width of the two hidden layers of actor and critics"""
     hterm_coef: float = 0.125
-    """λ at first, weight of the H-term (0: sac.py)"""
+    """λ_H at first, weight of the H-term, which falls linearly to zero (0: sac.py)"""
     hterm_length: int = 8
-    """K, steps of a window; there are batch_size / K windows"""
+    """K, steps of a window; there are W = batch_size / K windows"""
     hterm_newest: int = 1000
     """windows are from so many of the newest transitions: of older ones w is about 0"""
 
@@ -136,7 +136,7 @@ class Agent(nn.Module):
         self.critics = Critics(obs_dim, act_dim, args.hidden_size)
         self.log_temperature = nn.Parameter(torch.zeros(()))  # log α
         self.target_entropy = -act_dim
-        self.register_buffer("warm_up", torch.tensor(True))  # explore by uniform actions
+        self.register_buffer("warm_up", torch.tensor(True))  # a buffer: workers see it change
         low, high = torch.tensor(action_space.low), torch.tensor(action_space.high)
         self.register_buffer("action_center", (high + low) / 2)
         self.register_buffer("action_scale", (high - low) / 2)
@@ -198,10 +198,10 @@ def temperature_loss(agent: Agent, log_prob: Tensor) -> Tensor:
 def hamiltonian_term(agent, target: Critics, windows: dict, args: Args) -> tuple[Tensor, Tensor]:
     """− (1/Σm) Σ m_i ĝ_i log π(a_i|s_i), and the effective sample size (Σw)²/Σw²."""
     mask, total = windows["mask"], mean_over_learners(windows["mask"].sum())
-    log_prob = log_density(agent.actor.normal(windows["obs"]), windows["raw_action"])  # (K, L)
+    log_prob = log_density(agent.actor.normal(windows["obs"]), windows["raw_action"])  # (K, W)
     with torch.no_grad():
         # s_0 ... s_K: next_obs_j is obs_{j+1}, or an episode's true last one, after which m = 0
-        states = torch.cat((windows["obs"][:1], windows["next_obs"]))  # (K + 1, L, obs_dim)
+        states = torch.cat((windows["obs"][:1], windows["next_obs"]))  # (K + 1, W, obs_dim)
         action, new_log_prob = agent.actor.sample(states)
         value = torch.minimum(*target(states, action)) - agent.log_temperature.exp() * new_log_prob
         reward = windows["reward"] - agent.log_temperature.exp() * log_prob
@@ -259,7 +259,7 @@ def update(agent, target, optimizers, loss_functions, batch, windows, coef, args
 def train(args: Args) -> Result:
     run = Run(args, __file__, LIMITS)
     args = run.args
-    workers = Workers(run, collect, "bounded", ahead=True)
+    workers = Workers(run, collect, "bounded", ahead=True)  # ahead: they collect during updates
     agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
     target = copy.deepcopy(agent.critics).requires_grad_(False)
     critic_optimizer = torch.optim.Adam(agent.critics.parameters(), args.learning_rate, fused=True)
@@ -274,7 +274,7 @@ def train(args: Args) -> Result:
         actor_optimizer=actor_optimizer, workers=workers, replay=replay,
     )  # fmt: skip
 
-    shape = max(1, args.batch_size // args.hterm_length), args.hterm_length  # L, K
+    shape = max(1, args.batch_size // args.hterm_length), args.hterm_length  # W, K
     losses: dict[str, Tensor] = {}  # of the last update
     while step < args.total_steps:
         agent.warm_up.fill_(step < args.warmup_steps)

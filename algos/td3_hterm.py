@@ -7,17 +7,17 @@ steps in a row from the newest part of the replay buffer, u is the action before
 the policy that drew it, m_j is 1 until an episode ends, V̄(s) = min_i Q̄_i(s, μ̄(s)):
 
     δ_j = r_j + γ (1 − terminated_j) V̄(s_{j+1}) − V̄(s_j)
-    w_j = min( 1, exp Σ_{i≤j} log π(u_i|s_i)/b(u_i|s_i) )      π = N(μ(s), σ²), which explores
+    w_j = min( 1, Π_{i≤j} π(u_i|s_i) / b(u_i|s_i) )            π = N(μ(s), σ²), which explores
     g_i = Σ_{j≥i} γ^j m_j w_j δ_j                       w, δ and g have no gradient
     ĝ   = max( −1, g / rms(g) )                         rms: root of a running mean square
     L_H = 1/(2Σm) Σ m_i ĝ_i ‖ u_i − μ(s_i) ‖²           = − σ²/Σm Σ m_i ĝ_i log π(u_i|s_i) + const.
-    L   = L(μ) / mean|Q| + λ L_H        λ falls linearly to 0; λ ‖∇L_H‖ is at most ¼ of the other
+    L   = L(μ) / mean|Q| + λ_H L_H     λ_H falls linearly to 0; λ_H ‖∇L_H‖ ≤ ¼ ‖∇L(μ)‖ / mean|Q|
 
     python algos/td3_hterm.py --env Hopper
 
 What differs from td3.py: `collect` stores u and log b; `hamiltonian_term`, its part of `update`.
-With λ = 0 the run is td3.py's, bit for bit. What differs from the paper: TD errors, importance
-weights, newest windows, λ falls, the cap. No effect is shown so far (benchmark/results/hterm).
+With λ_H = 0 the run is td3.py's, bit for bit. What differs from the paper: TD errors, importance
+weights, newest windows, λ_H falls, the cap. No effect is shown so far (benchmark/results/hterm).
 """
 
 import copy
@@ -64,13 +64,13 @@ class Args(ReplayArgs):
     exploration_noise: float = 0.1
     """σ of the noise on actions, in units of half the action range"""
     policy_delay: int = 2
-    """d: updates of the critics for one of actor and target networks"""
+    """d: updates of the critics per update of actor and target networks"""
     hidden_size: int = 256
     """width of the two hidden layers of actor and critics"""
     hterm_coef: float = 0.125
-    """λ at first, weight of the H-term (0: td3.py)"""
+    """λ_H at first, weight of the H-term, which falls linearly to zero (0: td3.py)"""
     hterm_length: int = 8
-    """K, steps of a window; there are batch_size / K windows"""
+    """K, steps of a window; there are W = batch_size / K windows"""
     hterm_newest: int = 1000
     """windows are from so many of the newest transitions: of older ones w is about 0"""
 
@@ -127,7 +127,7 @@ class Agent(nn.Module):
         self.actor = Actor(obs_dim, act_dim, args.hidden_size)
         self.critics = Critics(obs_dim, act_dim, args.hidden_size)
         self.exploration_noise = args.exploration_noise
-        self.register_buffer("warm_up", torch.tensor(True))  # explore by uniform actions
+        self.register_buffer("warm_up", torch.tensor(True))  # a buffer: workers see it change
         low, high = torch.tensor(action_space.low), torch.tensor(action_space.high)
         self.register_buffer("action_center", (high + low) / 2)
         self.register_buffer("action_scale", (high - low) / 2)
@@ -171,7 +171,7 @@ def collect(agent: Agent, envs: vec_envs.VecEnv, rollout: dict[str, Tensor]) -> 
 def critic_loss(agent: Agent, target: Agent, batch: dict, args: Args) -> tuple[Tensor, Tensor]:
     """Σ_i E[ ½ w ( Q_i(s, a) − y )² ] with importance weights w, and the TD errors (B,)."""
     with torch.no_grad():
-        noise = (0.2 * torch.randn_like(batch["action"])).clamp(-0.5, 0.5)  # σ̃, c
+        noise = (0.2 * torch.randn_like(batch["action"])).clamp(-0.5, 0.5)  # td3.py's σ̃ and c
         next_action = (target.actor(batch["next_obs"]) + noise).clamp(-1, 1)
         next_value = torch.minimum(*target.critics(batch["next_obs"], next_action))
         y = batch["reward"] + batch["discount"] * ~batch["terminated"] * next_value
@@ -189,10 +189,10 @@ def actor_loss(agent: Agent, batch: dict) -> Tensor:
 def hamiltonian_term(agent, target: Agent, windows: dict, args: Args) -> tuple[Tensor, Tensor]:
     """1/(2Σm) Σ m_i ĝ_i ‖ u_i − μ(s_i) ‖², and the effective sample size (Σw)²/Σw²."""
     mask, total = windows["mask"], mean_over_learners(windows["mask"].sum())
-    policy, u = agent.policy(windows["obs"]), windows["raw_action"]  # (K, L, act_dim)
+    policy, u = agent.policy(windows["obs"]), windows["raw_action"]  # (K, W, act_dim)
     with torch.no_grad():
         # s_0 ... s_K: next_obs_j is obs_{j+1}, or an episode's true last one, after which m = 0
-        states = torch.cat((windows["obs"][:1], windows["next_obs"]))  # (K + 1, L, obs_dim)
+        states = torch.cat((windows["obs"][:1], windows["next_obs"]))  # (K + 1, W, obs_dim)
         value = torch.minimum(*target.critics(states, target.actor(states)))
         delta = windows["reward"] + args.gamma * ~windows["terminated"] * value[1:] - value[:-1]
         w = (policy.log_prob(u).sum(-1) - windows["log_prob"]).cumsum(0).exp().clamp(max=1)
@@ -253,7 +253,7 @@ def update(agent, target, optimizers, loss_functions, batch, number, windows, co
 def train(args: Args) -> Result:
     run = Run(args, __file__, LIMITS)
     args = run.args
-    workers = Workers(run, collect, "bounded", ahead=True)
+    workers = Workers(run, collect, "bounded", ahead=True)  # ahead: they collect during updates
     agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
     target = copy.deepcopy(agent).requires_grad_(False)
     critic_optimizer = torch.optim.Adam(agent.critics.parameters(), args.learning_rate, fused=True)
@@ -267,7 +267,7 @@ def train(args: Args) -> Result:
         actor_optimizer=actor_optimizer, workers=workers, replay=replay,
     )  # fmt: skip
 
-    shape = max(1, args.batch_size // args.hterm_length), args.hterm_length  # L, K
+    shape = max(1, args.batch_size // args.hterm_length), args.hterm_length  # W, K
     losses: dict[str, Tensor] = {}  # of the last update
     while step < args.total_steps:
         agent.warm_up.fill_(step < args.warmup_steps)

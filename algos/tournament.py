@@ -14,8 +14,8 @@ The agent next in line goes on itself, unless the generator draws one with as ma
 is higher by more than the standard error of the gap: then it is replaced, and never drawn again. A
 copy goes on with other random numbers, and with hyper-parameters times 0.8 or 1.25.
 
-What differs from the paper: scores are of episodes that nobody trained on, with their errors; who
-is not worse by more than that error is not replaced; agents are compared at equal training; the
+What differs from the paper: scores are of episodes that nobody trained on, with their errors; only
+who is worse by more than that error is replaced; agents are compared at equal training; the
 best one is scored again on fresh episodes, since the highest of many scores is too high.
 """
 

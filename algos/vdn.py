@@ -111,7 +111,7 @@ class Agent(nn.Module):
         self.network = mlp(obs_dim + agents, args.hidden_size, num_actions)
         self.register_buffer("agent_id", torch.eye(agents))
         self.register_buffer("action_mask", envs.action_mask.clone())  # (A, num_actions)
-        self.register_buffer("epsilon", torch.tensor(1.0))
+        self.register_buffer("epsilon", torch.tensor(1.0))  # a buffer: workers see it change
         self.register_buffer("lowering_weight", torch.tensor(args.lowering_weight))  # α
 
     def forward(self, obs: Tensor) -> Tensor:
@@ -182,7 +182,7 @@ def td_target(agent: Agent, target: Agent, batch: dict[str, Tensor], args: Args)
     best = agent(batch["next_obs"]).unsqueeze(-1)
     next_q = target.values(batch["next_obs"]).gather(-1, best).squeeze(-1)  # (T, B, A)
     next_value = mix(next_q * batch["next_alive"])
-    reward = agent.reward_scaler.scale(batch["reward"].sum(-1))  # the team's, as of now
+    reward = agent.reward_scaler.scale(batch["reward"].sum(-1))  # the team's, by today's deviation
     return lambda_returns(reward, next_value, batch["terminated"], batch["done"], args.gamma)
 
 
@@ -246,7 +246,7 @@ def train(args: Args) -> Result:
         rollout = workers.collect()
         replay.add(rollout)
         agent.normalizer.update(rollout["obs"].flatten(-2))
-        agent.reward_scaler(rollout["reward"].sum(-1), rollout["done"])  # its statistics
+        agent.reward_scaler(rollout["reward"].sum(-1), rollout["done"])  # updates its statistics
         before, step = step, step + args.num_steps * args.num_envs * run.world_size
         for _ in range(args.updates):
             batch = replay.windows(args.batch_size, args.num_steps)

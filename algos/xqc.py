@@ -13,9 +13,9 @@ returns z_1 ... z_K: Q_i = Σ_k z_k p_ik. With p' those of the critic whose Q_i(
 What differs from crossq.py: `critic_loss`, `project`: cross-entropy has a bounded gradient. As
 `BatchNorm` follows each hidden layer, only the direction of weights counts; `normalize_weights`
 keeps a step's angle at what the learning rate sets: 3e-4 (1e-3), annealed to a tenth, β₁ 0.9 (0.5).
-Rewards are divided by σ, the deviation of the discounted return; z is −5 to 5. Four layers. α from
-0.01, to entropy −dim(A)/2. Not as in the paper: no target networks, 1 update a step (2), 256 units
-(512), four environments, γ = 0.99 (1 − 5/T for episodes of T steps); BatchNorm's constants guessed.
+Rewards are divided by σ, the deviation of their return, and cut at ±10; z is −5 to 5. Four hidden
+layers; α begins at 0.01, H̄ is −dim(A)/2. Not as in the paper: no target networks, 1 update a step
+(2), 256 units (512), four environments, γ = 0.99 (1 − 5/T); BatchNorm's constants are guesses.
 """
 
 import math
@@ -51,7 +51,7 @@ class Args(TransitionArgs):
     utd_ratio: float = 1.0
     """updates of the critics per transition collected"""
     policy_delay: int = 3
-    """updates of the critics for one of the actor"""
+    """updates of the critics per update of the actor"""
     batch_size: int = 256
     """transitions of one gradient step"""
     buffer_size: int = 1_000_000
@@ -156,7 +156,7 @@ class Agent(nn.Module):
         self.reward_scaler = RewardScaler(args.num_envs, args.gamma)
         self.log_temperature = nn.Parameter(torch.tensor(0.01).log())  # log α
         self.target_entropy = -act_dim / 2
-        self.register_buffer("warm_up", torch.tensor(True))  # explore by uniform actions
+        self.register_buffer("warm_up", torch.tensor(True))  # a buffer: workers see it change
         low, high = torch.tensor(action_space.low), torch.tensor(action_space.high)
         self.register_buffer("action_center", (high + low) / 2)
         self.register_buffer("action_scale", (high - low) / 2)
@@ -230,7 +230,7 @@ def temperature_loss(agent: Agent, log_prob: Tensor) -> Tensor:
 
 
 def update(agent: Agent, optimizers, loss_functions, batch: dict, number: int, args: Args):
-    """Step `number` of the critics, perhaps one of the actor -> what to log, the TD errors (B,)."""
+    """Step `number` of the critics, perhaps of the actor -> what to log, the TD errors (B,)."""
     critic_optimizer, actor_optimizer = optimizers
     critic_loss, actor_loss = loss_functions  # those above, compiled where --compile says so
 
@@ -259,7 +259,7 @@ def update(agent: Agent, optimizers, loss_functions, batch: dict, number: int, a
 def train(args: Args) -> Result:
     run = Run(args, __file__, LIMITS)
     args = run.args
-    workers = Workers(run, collect, "bounded", ahead=True)
+    workers = Workers(run, collect, "bounded", ahead=True)  # ahead: they collect during updates
     agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
     actor_parameters = [*agent.actor.parameters(), agent.log_temperature]
     critic_optimizer = torch.optim.Adam(agent.critics.parameters(), fused=True)
@@ -277,7 +277,7 @@ def train(args: Args) -> Result:
         agent.warm_up.fill_(step < args.warmup_steps)
         rollout = workers.collect()
         replay.add(rollout)
-        agent.reward_scaler(rollout["reward"], rollout["done"])  # its statistics
+        agent.reward_scaler(rollout["reward"], rollout["done"])  # updates σ; critic_loss divides
         before, step = step, step + args.num_steps * args.num_envs * run.world_size
         for group in critic_optimizer.param_groups + actor_optimizer.param_groups:
             group["lr"] = args.learning_rate * (1 - 0.9 * step / args.total_steps)
