@@ -651,8 +651,8 @@ def test_segments_are_started_killed_and_chained_here(tmp_path):
 def test_a_segment_whose_driver_is_gone_does_not_begin(tmp_path, monkeypatch):
     """Killed between the start of a command and the command's wish to die with it."""
     commands = [(["touch", str(tmp_path / "began")], str(tmp_path / "out.txt"))]
-    assert segments.perform(commands, {}) == 0 and (tmp_path / "began").exists()
+    assert segments.perform(commands) == 0 and (tmp_path / "began").exists()
     (tmp_path / "began").unlink()
     monkeypatch.setattr(os, "getpid", lambda: 1)
-    assert segments.perform(commands, {}) not in segments.GOOD
+    assert segments.perform(commands) not in segments.GOOD
     assert not (tmp_path / "began").exists()

@@ -223,11 +223,11 @@ def test_seeds_of_workers_are_their_own_and_fit_in_31_bits(monkeypatch):
     def collect(*arguments):
         raise StopIteration
 
-    pipe = SimpleNamespace(recv=lambda: "collect")
     for index, restarts, begin in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 5)):
-        columns, begin = {"done": torch.zeros(1)}, torch.tensor(begin)
+        pipe = SimpleNamespace(recv=lambda begin=begin: begin)
+        columns = {"done": torch.zeros(1)}
         with pytest.raises(StopIteration):
-            module._worker_main(pipe, restarts, collect, None, columns, args, index, begin)
+            module._worker_main(pipe, restarts, collect, None, columns, args, index)
     assert all(0 <= seed < 2**31 for seed in seeds) and len(set(seeds)) == 4
 
 
@@ -237,11 +237,12 @@ def test_too_little_shared_memory_is_one_sentence(monkeypatch):
     run = SimpleNamespace(args=args, device=torch.device("cpu"))
     workers = Workers(run, ppo.collect)
     agent = ppo.Agent(workers.observation_space, workers.action_space, args)
-    monkeypatch.setattr(module, "_free", lambda folder: 64 << 20)
+    disk = SimpleNamespace(free=64 << 20)
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda folder: disk)
     match = r"--num-workers.* needs \d+ MiB .* 64 MiB are free in /dev/shm.*docker run --shm-size"
     with pytest.raises(UserError, match=match):
         workers.start(agent, 1_000_000)
-    monkeypatch.setattr(module, "_free", lambda folder: 1000)
+    disk.free = 1000
     with pytest.raises(UserError, match=r"the evaluator.*--shm-size"):
         Evaluator(args, agent)
 

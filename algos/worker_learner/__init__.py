@@ -32,13 +32,12 @@ carry only signals. Children die with their parent, however it dies. Several lea
 
 from algos.worker_learner.arguments import ReplayArgs, RunArgs, TransitionArgs, UserError, parse
 from algos.worker_learner.learners import (
-    Normalizer,
-    RewardScaler,
     average_gradients,
     mean_over_learners,
     std_mean_over_learners,
     var_mean_over_learners,
 )
+from algos.worker_learner.normalizers import Normalizer, RewardScaler
 from algos.worker_learner.replay import ReplayBuffer
 from algos.worker_learner.run import Result, Run
 from algos.worker_learner.workers import Workers

@@ -248,10 +248,7 @@ def warn(text: str) -> None:
 
 
 def to_terminal(function: Callable, *arguments: Any) -> None:
-    """Call what prints; a full disk or nobody reading is no reason to stop.
-
-    `python algos/ppo.py | tee log` is such a case: Ctrl-C ends tee as well.
-    """
+    """Call what prints. A full disk is no reason to stop, nor a `| tee log` ended by Ctrl-C."""
     with contextlib.suppress(OSError):
         function(*arguments)
     for stream in (sys.stdout, sys.stderr):

@@ -3,13 +3,12 @@ of compiled rollouts and, on a GPU, of compiled losses."""
 
 import contextlib
 import ctypes
-import itertools
 import os
 import re
 import shutil
 import statistics
 import sys
-import time
+import timeit
 from collections.abc import Callable
 from typing import Any
 
@@ -69,11 +68,8 @@ def choose_threads(args: Any) -> int:
     x, seconds = torch.ones(256, 256), {}
     for threads in (1, cores):
         torch.set_num_threads(threads)
-        times = []
-        for _ in range(40):
-            torch.relu(x @ x)
-            times.append(time.perf_counter())
-        seconds[threads] = statistics.median(b - a for a, b in itertools.pairwise(times))
+        times = timeit.repeat(lambda: torch.relu(x @ x), number=1, repeat=40)
+        seconds[threads] = statistics.median(times)
     return min(seconds, key=seconds.get)
 
 

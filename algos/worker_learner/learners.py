@@ -78,12 +78,10 @@ def _mean(x: Tensor) -> Tensor:
     return _MeanOverLearners.apply(x)
 
 
-def var_mean_over_learners(
-    x: Tensor, dim: int | None = None, keepdim: bool = False
-) -> tuple[Tensor, Tensor]:
+def var_mean_over_learners(x: Tensor, dim: int | None = None) -> tuple[Tensor, Tensor]:
     """torch.var_mean(x, dim, correction=0) of the union of all learners' x, all of one shape."""
     mean = x.mean(dim, keepdim=True)
-    var = (x - mean).square().mean(dim, keepdim=keepdim)  # torch.var_mean is slow on a CPU
+    var = (x - mean).square().mean(dim=dim)  # torch.var_mean is slow on a CPU
     mean = mean.view_as(var)
     if world_size() == 1:
         return var, mean
@@ -99,61 +97,6 @@ def std_mean_over_learners(x: Tensor) -> tuple[Tensor, Tensor]:
     var, mean = var_mean_over_learners(x)
     size = x.numel() * world_size()
     return (var * (size / (size - 1))).sqrt(), mean
-
-
-class Normalizer(nn.Module):
-    """Observations with mean 0 and variance 1, by the statistics of all that was seen.
-
-    These are buffers: saved with the agent, and fixed from one `update` to the next.
-    """
-
-    def __init__(self, size: int):
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(size))
-        self.register_buffer("var", torch.ones(size))
-        self.register_buffer("count", torch.tensor(0.0))
-
-    def forward(self, x: Tensor) -> Tensor:  # (..., size)
-        return ((x - self.mean) * torch.rsqrt(self.var + 1e-8)).clamp(-10, 10)
-
-    @torch.no_grad()
-    def update(self, x: Tensor) -> None:
-        """Take in all learners' x (..., size); Chan's formula for the variance of a union."""
-        x = x.reshape(-1, x.shape[-1])
-        var, mean = var_mean_over_learners(x, 0)
-        size = len(x) * world_size()
-        self.count.add_(size)
-        share = size / self.count
-        between = (mean - self.mean).square() * (1 - share)
-        self.mean.lerp_(mean, share)
-        self.var.lerp_(var + between, share)
-
-
-class RewardScaler(nn.Module):
-    """Rewards divided by the standard deviation of the discounted return, G ← γ G + r."""
-
-    def __init__(self, num_envs: int, gamma: float):
-        super().__init__()
-        self.gamma = gamma
-        self.register_buffer("discounted_return", torch.zeros(num_envs))
-        self.statistics = Normalizer(1)
-
-    @torch.no_grad()
-    def forward(self, reward: Tensor, done: Tensor) -> Tensor:  # both (T, N)
-        returns = torch.empty_like(reward)
-        for t in range(len(reward)):
-            self.discounted_return.mul_(self.gamma).add_(reward[t])
-            returns[t] = self.discounted_return
-            self.discounted_return.masked_fill_(done[t], 0)
-        self.statistics.update(returns.unsqueeze(-1))
-        return self.scale(reward)
-
-    def end_episodes(self) -> None:
-        self.discounted_return.zero_()
-
-    def scale(self, reward: Tensor) -> Tensor:
-        """Rewards (...) by the present statistics, which stay as they are."""
-        return (reward * torch.rsqrt(self.statistics.var + 1e-8)).clamp(-10, 10)
 
 
 # How they find each other.

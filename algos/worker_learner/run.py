@@ -71,8 +71,9 @@ class Run:
         self.seconds = 0.0  # of training, over all resumes
         self.best_return, self.last_return, self.training_return = -math.inf, math.nan, math.nan
         self._state: dict[str, Any] = {}  # name -> object with state_dict()
-        self._stop_signal, self._handlers = 0, {}
-        self._evaluator = self._log = self._bar = None
+        self._stop_signal = 0
+        self._at_end = contextlib.ExitStack()  # what `close` undoes, the last one first
+        self._at_end.callback(learners.leave_learners)
 
     # The run's life: start, log, evaluate, checkpoint, finish.
 
@@ -83,10 +84,12 @@ class Run:
         they are all that the future of the run depends on, besides torch's random generators.
         """
         self._state, workers, args = {"agent": agent, **state}, state["workers"], self.args
+        self._at_end.callback(workers.close)
         try:
             self.dir.mkdir(parents=True, exist_ok=True)
             if self.rank == 0:
                 files.lock(self.dir)  # who still trains there may save once more
+                self._at_end.callback(files.unlock, self.dir)
             pending = self._load_state()
             if self.step and not workers.go_on:
                 where = "CraneRL's own, in one process on a CPU and for as many learners,"
@@ -98,9 +101,11 @@ class Run:
             self._describe(agent)
             with contextlib.suppress(ValueError):  # not the main thread
                 for number in (signal.SIGINT, signal.SIGTERM):
-                    self._handlers[number] = signal.signal(number, self._on_signal)
+                    before = signal.signal(number, self._on_signal)
+                    self._at_end.callback(signal.signal, number, before)
             if self.rank == 0:
                 self._evaluator = Evaluator(args, agent)
+                self._at_end.callback(self._evaluator.close)
         except BaseException as error:
             self.close()
             if isinstance(error, OSError):
@@ -111,6 +116,7 @@ class Run:
         begin, often = min(self.step, args.total_steps), 0.5 if sys.stderr.isatty() else 30
         self._bar = tqdm(total=args.total_steps, initial=begin, unit="step", unit_scale=True,
                          mininterval=often, dynamic_ncols=True, disable=self.rank > 0)  # fmt: skip
+        self._at_end.callback(to_terminal, self._bar.close)
         self._saved_at = time.perf_counter()
         self._began = self._saved_at - self.seconds
         self._warm: tuple[int, float] | None = None  # step and time at the first logged update
@@ -150,10 +156,7 @@ class Run:
         to_terminal(self._bar.update, min(step, self.args.total_steps) - self._bar.n)
 
     def log_episodes(self, step: int, batch: dict[str, Tensor]) -> None:
-        """Log mean return and length of the training episodes that ended in a batch.
-
-        The batch has `done`, `episode_return` and `episode_length`, each (time, env).
-        """
+        """Log mean return and length of the episodes that ended in a batch, (time, env, ...)."""
         self.seconds = time.perf_counter() - self._began
         if self.world_size == 1 and not batch["done"].any():
             return
@@ -210,19 +213,7 @@ class Run:
 
     def close(self) -> None:
         """End the child processes and close the files; safe to call twice."""
-        if self._evaluator is not None:
-            self._evaluator.close()
-        if self._state:
-            self._state["workers"].close()
-        if self._bar is not None:
-            to_terminal(self._bar.close)
-        if self._log is not None:
-            self._log.close()
-        files.unlock(self.dir)
-        learners.leave_learners()
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
-        self._handlers.clear()
+        self._at_end.close()
 
     def fail(self, message: Any) -> None:
         """Close, and raise a UserError."""
@@ -328,6 +319,7 @@ class Run:
         if self.step >= self.args.total_steps:
             pending = {*pending, self.step}  # `finish` evaluates again
         self._log = Log(self.dir, self.step, pending)
+        self._at_end.callback(self._log.close)
 
     def _save(self) -> bool:
         """Write checkpoint.pt so that at every moment a good one exists, and last.pt beside it."""

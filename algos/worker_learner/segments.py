@@ -12,7 +12,6 @@ command holds a run already, that run goes on: a segment may be killed and start
     close(gently)           end all; gently: SIGTERM first, at which a run saves a checkpoint
 """
 
-import concurrent.futures
 import contextlib
 import ctypes
 import os
@@ -22,7 +21,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 
 import torch
 
@@ -36,32 +34,32 @@ NOTICE = "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"  # lest Ray warn about what it doe
 Commands = list[tuple[list[str], str]]
 
 
-def perform(commands: Commands, variables: dict[str, str], begun: Callable = id) -> int:
-    """Run commands until one fails -> the exit status of the last. They die with this thread.
-
-    `begun` is called with each process. The first output's folder gets a file `host`: who runs it.
-    """
-    guard = []  # and if this process is gone before it can be: they do not begin
+def launch(words: list[str], output: str, **variables: str) -> subprocess.Popen:
+    """Start a command, which dies with this thread; a file `host` beside its output says where."""
+    guard = []  # and if this process is gone before it can be: it does not begin
     if shutil.which("setpriv"):
         alone = ["sh", "-c", '[ "$PPID" -eq "$0" ] && exec "$@"', str(os.getpid())]
         guard = ["setpriv", "--pdeathsig", "KILL", *alone]
-    status, options = 0, {"stdin": subprocess.DEVNULL, "start_new_session": True}
+    options = {"stdin": subprocess.DEVNULL, "start_new_session": True}
     if sys.platform == "linux" and not guard:  # slow where much memory is in use: it forks
         options["preexec_fn"] = lambda: ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-    with open(os.path.join(os.path.dirname(commands[0][1]), "host"), "w") as file:
+    with open(os.path.join(os.path.dirname(output), "host"), "w") as file:
         file.write(f"{socket.gethostname()}\n")
-    for words, output in commands:
-        if "--run-dir" in words:
-            folder = words[words.index("--run-dir") + 1]
-            if os.path.exists(os.path.join(folder, "args.json")):
-                at = words[words.index("--pause-at") + 1]
-                words = [*words[:2], "--resume", folder, "--pause-at", at]
-        with open(output, "wb") as out, open(os.path.splitext(output)[0] + ".log", "ab") as log:
-            streams = {"stdout": out, "stderr": log, "env": {**os.environ, **variables}}
-            process = subprocess.Popen([*guard, *words], **streams, **options)
-            begun(process)
-            status = process.wait()
-        if status not in GOOD:
+    if "--run-dir" in words:
+        folder = words[words.index("--run-dir") + 1]
+        if os.path.exists(os.path.join(folder, "args.json")):
+            at = words[words.index("--pause-at") + 1]
+            words = [*words[:2], "--resume", folder, "--pause-at", at]
+    with open(output, "wb") as out, open(os.path.splitext(output)[0] + ".log", "ab") as log:
+        streams = {"stdout": out, "stderr": log, "env": {**os.environ, **variables}}
+        return subprocess.Popen([*guard, *words], **streams, **options)
+
+
+def perform(commands: Commands) -> int:
+    """Run commands until one fails -> the exit status of the last."""
+    status = 0
+    for command in commands:
+        if (status := launch(*command).wait()) not in GOOD:
             break
     return status
 
@@ -71,11 +69,7 @@ class Here:
 
     def __init__(self, cpus: float, gpus: float):
         self.cpus, self.gpus = cpus, gpus
-        self._pool = concurrent.futures.ThreadPoolExecutor(1024)
-        self._futures: dict[str, concurrent.futures.Future] = {}
-        self._processes: dict[str, subprocess.Popen] = {}
-        self._gpu: dict[str, int] = {}
-        self._stopped: dict[str, int] = {}  # name -> signal
+        self._running: dict[str, tuple] = {}  # name -> its process, the commands after it, its GPU
 
     def slots(self) -> int:
         room = [available_cores() / self.cpus]
@@ -83,49 +77,48 @@ class Here:
         return int(min(room) + 1e-6)
 
     def start(self, name: str, commands: Commands) -> None:
-        def begun(process: subprocess.Popen) -> None:
-            self._processes[name] = process
-            if name in self._stopped:
-                self._signal(name)
-
-        variables = {"CUDA_VISIBLE_DEVICES": ""}
+        gpu = ""
         if self.gpus:
-            used = [self._gpu[other] for other in self._futures]
-            self._gpu[name] = min(range(torch.cuda.device_count()), key=used.count)
-            variables = {"CUDA_VISIBLE_DEVICES": str(self._gpu[name])}
-        self._stopped.pop(name, None)
-        self._processes.pop(name, None)
-        self._futures[name] = self._pool.submit(perform, commands, variables, begun)
+            used = [gpu for *_, gpu in self._running.values()]
+            gpu = min(map(str, range(torch.cuda.device_count())), key=used.count)
+        self._next(name, commands, gpu)
+
+    def _next(self, name: str, commands: Commands, gpu: str) -> None:
+        process = launch(*commands[0], CUDA_VISIBLE_DEVICES=gpu)
+        self._running[name] = process, commands[1:], gpu
 
     def wait(self, seconds: float) -> dict[str, int]:
-        if not self._futures:
-            return time.sleep(seconds) or {}
-        first = concurrent.futures.FIRST_COMPLETED
-        done, _ = concurrent.futures.wait(self._futures.values(), seconds, first)
-        ended = [name for name, future in self._futures.items() if future in done]
-        return {name: self._futures.pop(name).result() for name in ended}
+        ended, until = {}, time.monotonic() + seconds
+        while not ended and time.monotonic() < until:
+            time.sleep(0.02)
+            for name, (process, later, gpu) in list(self._running.items()):
+                if (status := process.poll()) in GOOD and later:
+                    self._next(name, later, gpu)
+                elif status is not None:
+                    ended[name] = status
+                    del self._running[name]
+        return ended
 
     def stop(self, name: str) -> None:
-        if name in self._futures:
-            self._ask(name, signal.SIGKILL)
-            concurrent.futures.wait([self._futures.pop(name)])
-
-    def _ask(self, name: str, number: int) -> None:
-        self._stopped[name] = number  # first: whatever begins from now on is ended as well
-        if name in self._processes:
-            self._signal(name)
-
-    def _signal(self, name: str) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._processes[name].pid, self._stopped[name])  # a session of its own
+        if name in self._running:
+            process, *_ = self._running.pop(name)
+            _kill(process, signal.SIGKILL)
+            process.wait()
 
     def close(self, gently: bool = False) -> None:
-        for name in self._futures:
-            self._ask(name, signal.SIGTERM if gently else signal.SIGKILL)
-        concurrent.futures.wait(self._futures.values(), STOP_SECONDS)
-        for name in list(self._futures):
+        processes = [process for process, *_ in self._running.values()] if gently else []
+        for process in processes:
+            _kill(process, signal.SIGTERM)
+        until = time.monotonic() + STOP_SECONDS
+        while any(process.poll() is None for process in processes) and time.monotonic() < until:
+            time.sleep(0.02)
+        for name in list(self._running):
             self.stop(name)
-        self._pool.shutdown()
+
+
+def _kill(process: subprocess.Popen, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, number)  # a session of its own
 
 
 class Cluster:
@@ -159,7 +152,7 @@ class Cluster:
         return int(min(room) + 1e-6)
 
     def start(self, name: str, commands: Commands) -> None:
-        self._refs[name] = self._task.remote(commands, {})
+        self._refs[name] = self._task.remote(commands)
 
     def wait(self, seconds: float) -> dict[str, int]:
         if not self._refs:

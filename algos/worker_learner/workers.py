@@ -6,6 +6,7 @@ import ctypes
 import dataclasses
 import itertools
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -121,20 +122,13 @@ def shared(agent: nn.Module, tensors: dict, what: str) -> tuple[nn.Module, dict[
     """Copies that several processes see. UserError if there is no room, as in Docker's 64 MB:
     else to allocate succeeds, and the kernel kills the first process that writes there.
     """
-    sizes = (
-        x.numel() * x.element_size() for x in (*agent.state_dict().values(), *tensors.values())
-    )
-    if os.path.isdir(SHARED_MEMORY) and (needed := sum(sizes)) > (free := _free(SHARED_MEMORY)):
+    needed = sum(x.nbytes for x in (*agent.state_dict().values(), *tensors.values()))
+    if os.path.isdir(SHARED_MEMORY) and needed > (free := shutil.disk_usage(SHARED_MEMORY).free):
         there = f"{needed >> 20} MiB of shared memory where {free >> 20} MiB are free"
         advice = f"give it more (Docker: docker run --shm-size {(needed >> 19) + 64}m)"
         raise UserError(f"{what}: needs {there} in {SHARED_MEMORY}; {advice}")
     agent = copy.deepcopy(agent).cpu().share_memory()
     return agent, {k: x.cpu().clone().share_memory_() for k, x in tensors.items()}
-
-
-def _free(folder: str) -> int:
-    status = os.statvfs(folder)
-    return status.f_bavail * status.f_frsize
 
 
 class Workers:
@@ -155,7 +149,7 @@ class Workers:
     ):
         start_forkserver()  # now: it imports torch while the learner gets ready
         self._run, self.args, self._collect, self._ahead = run, run.args, collect, ahead
-        self._asked, self.policy_lag = False, 0
+        self._asked, self._begin, self.policy_lag = False, 0, 0
         self._children: list[Child] = []
         args, here = run.args, not run.args.num_workers
         device = torch.device("cpu")
@@ -201,39 +195,35 @@ class Workers:
             self.envs.reset()
             return self._rollout
         self.envs.close()
-        self._begin = torch.zeros((), dtype=torch.int64).share_memory_()
         self._shared_agent, self._shared = shared(agent, self._rollout, "--num-workers")
         edges = [args.num_envs * i // args.num_workers for i in range(args.num_workers + 1)]
         threads = max(1, (args.env_threads or available_cores()) // args.num_workers)
         for index, (low, high) in enumerate(itertools.pairwise(edges)):
             columns = {name: x[:, low:high] for name, x in self._shared.items()}
             own = dataclasses.replace(args, num_envs=high - low, env_threads=threads)
-            given = self._collect, self._shared_agent, columns, own, index, self._begin
+            given = self._collect, self._shared_agent, columns, own, index
             self._children.append(Child(f"worker {index}", _worker_main, *given))
         return self._rollout
 
     def start_anew(self, step: int) -> None:
         """New episodes, before the first rollout, by seeds that the run has not used by `step`."""
-        if self._children:
-            self._begin.fill_(step)
-        else:
+        self._begin = step
+        if not self._children:
             self.envs.reset(seed=(self.args.seed + step) % 2**31)
 
     def collect(self) -> dict[str, Tensor]:
         """The rollout, filled. UserError if there is a NaN or infinity in it."""
-        failure = None
         try:
             if self._children:
                 self._collect_from_children()
             else:
                 self._collect(self._agent, self.envs, self._rollout)
-        except (UserError, ValueError) as error:  # of a NaN, perhaps, whose cause is in the rollout
-            failure = error
+        except (UserError, ValueError) as error:
+            self._run.check_rollout(self._rollout)  # of a NaN, perhaps, whose cause is in it
+            if isinstance(error, UserError):
+                self._run.fail(error)
+            raise
         self._run.check_rollout(self._rollout)
-        if isinstance(failure, UserError):
-            self._run.fail(failure)
-        if failure is not None:
-            raise failure
         return self._rollout
 
     def _collect_from_children(self) -> None:
@@ -258,7 +248,7 @@ class Workers:
         for ours, theirs in zip(*states, strict=True):
             theirs.copy_(ours)
         for child in self._children:
-            child.ask("collect")
+            child.ask(self._begin)
         self._asked = True
 
     def state_dict(self) -> dict[str, Any]:
@@ -281,19 +271,18 @@ class Workers:
         self.envs.close()
 
 
-def _worker_main(pipe, restarts, collect, agent, columns, args, index, begin) -> None:
-    def seed(begin: int) -> int:  # each worker, and each successor of a dead one, has its own
-        return (args.seed + 1_000_003 * (index + 1) + 7919 * restarts + begin) % 2**31
-
-    envs = _make_envs(args, args.num_envs, seed(0))
+def _worker_main(pipe, restarts, collect, agent, columns, args, index) -> None:
+    # Each worker, and each successor of a dead one, has its own seed.
+    seed = args.seed + 1_000_003 * (index + 1) + 7919 * restarts
+    envs = _make_envs(args, args.num_envs, seed % 2**31)
     collect = compiled_rollout(collect, envs, args, len(columns["done"]))
     if restarts:
         for tensor in columns.values():  # what its predecessor left is of other episodes
             tensor.zero_()
         columns["done"][-1] = True
-    pipe.recv()  # the first question; where a resumed run goes on is known by now
-    torch.manual_seed(seed(int(begin)))  # envs derive other streams from it than torch
-    envs.reset(seed=seed(int(begin)))
+    seed = (seed + pipe.recv()) % 2**31  # the first question: at which step the run begins
+    torch.manual_seed(seed)  # envs derive other streams from it than torch
+    envs.reset(seed=seed)
     while True:
         collect(agent, envs, columns)
         pipe.send("collected")

@@ -1,0 +1,61 @@
+"""Running statistics that are saved with the agent: of observations, and of returns for rewards."""
+
+import torch
+from torch import Tensor, nn
+
+from algos.worker_learner.learners import var_mean_over_learners, world_size
+
+
+class Normalizer(nn.Module):
+    """Observations with mean 0 and variance 1, by the statistics of all that was seen.
+
+    These are buffers: saved with the agent, and fixed from one `update` to the next.
+    """
+
+    def __init__(self, size: int):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(size))
+        self.register_buffer("var", torch.ones(size))
+        self.register_buffer("count", torch.tensor(0.0))
+
+    def forward(self, x: Tensor) -> Tensor:  # (..., size)
+        return ((x - self.mean) * torch.rsqrt(self.var + 1e-8)).clamp(-10, 10)
+
+    @torch.no_grad()
+    def update(self, x: Tensor) -> None:
+        """Take in all learners' x (..., size); Chan's formula for the variance of a union."""
+        x = x.reshape(-1, x.shape[-1])
+        var, mean = var_mean_over_learners(x, 0)
+        size = len(x) * world_size()
+        self.count.add_(size)
+        share = size / self.count
+        between = (mean - self.mean).square() * (1 - share)
+        self.mean.lerp_(mean, share)
+        self.var.lerp_(var + between, share)
+
+
+class RewardScaler(nn.Module):
+    """Rewards divided by the standard deviation of the discounted return, G ← γ G + r."""
+
+    def __init__(self, num_envs: int, gamma: float):
+        super().__init__()
+        self.gamma = gamma
+        self.register_buffer("discounted_return", torch.zeros(num_envs))
+        self.statistics = Normalizer(1)
+
+    @torch.no_grad()
+    def forward(self, reward: Tensor, done: Tensor) -> Tensor:  # both (T, N)
+        returns = torch.empty_like(reward)
+        for t in range(len(reward)):
+            self.discounted_return.mul_(self.gamma).add_(reward[t])
+            returns[t] = self.discounted_return
+            self.discounted_return.masked_fill_(done[t], 0)
+        self.statistics.update(returns.unsqueeze(-1))
+        return self.scale(reward)
+
+    def end_episodes(self) -> None:
+        self.discounted_return.zero_()
+
+    def scale(self, reward: Tensor) -> Tensor:
+        """Rewards (...) by the present statistics, which stay as they are."""
+        return (reward * torch.rsqrt(self.statistics.var + 1e-8)).clamp(-10, 10)
