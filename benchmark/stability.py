@@ -424,6 +424,13 @@ def mean_log_ratio(*samples, axis: int = -1):
     return np.mean([log_variance_ratio(x, y, axis) for x, y in pairs], 0)
 
 
+def mean_log_iqm_ratio(*samples, axis: int = -1):
+    """Of samples x1, y1, x2, y2, …: the mean of log( IQM xi / IQM yi ); NaN if one is negative."""
+    pairs = zip(samples[::2], samples[1::2], strict=True)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return np.mean([np.log(iqm(x, axis) / iqm(y, axis)) for x, y in pairs], 0)
+
+
 def combined_p(pairs: list[tuple]) -> float:
     """Stouffer's test of the permutation tests of several environments, each with its direction."""
     tests = [(log_variance_ratio(*pair), variance_p(*pair)) for pair in pairs]
@@ -433,9 +440,9 @@ def combined_p(pairs: list[tuple]) -> float:
 
 
 def across(runs: list[dict], beside: str = "") -> list[dict]:
-    """For every arm that several environments have: the geometric mean of its variance ratios.
+    """For every arm that several environments have: geometric means of its ratios to the base.
 
-    One row with all of them, and one without each, since a single one can decide.
+    Of variances and of IQMs; one row of all of them, and one without each, since one can decide.
     """
     rows = []
     for arm in dict.fromkeys(run["arm"] for run in runs):
@@ -452,7 +459,10 @@ def across(runs: list[dict], beside: str = "") -> list[dict]:
             middle = math.exp(mean_log_ratio(*samples))
             about = {"arm": arm, "envs": " ".join(subset), "variance_ratio": middle}
             about |= {"variance_ratio_low": low, "variance_ratio_high": high}
-            rows.append(about | {"variance_p": combined_p(list(subset.values()))})
+            about |= {"variance_p": combined_p(list(subset.values()))}
+            ends = map(math.exp, interval(samples, mean_log_iqm_ratio, "percentile"))
+            about |= {"iqm_ratio": math.exp(mean_log_iqm_ratio(*samples))}
+            rows.append(about | dict(zip(("iqm_ratio_low", "iqm_ratio_high"), ends, strict=True)))
     return rows
 
 
@@ -496,10 +506,11 @@ def show(table: list[dict], overall: list[dict]) -> None:
             cells += [cell(row["area"]), cell(row["drawdown"]), cell(row["log_std"], 2)]
             print(f"| {' | '.join(cells)} |")
     if overall:
-        print("\n| arm | environments | variance ratio, geometric mean | p |\n" + "|---" * 4 + "|")
+        print("\nGeometric means of ratios to the base's:\n")
+        print("| arm | environments | variance | p | IQM |\n" + "|---" * 5 + "|")
     for row in overall:
-        ratio = span(row, "variance_ratio", 2)
-        print(f"| {row['arm']} | {row['envs']} | {ratio} | {p_value(row['variance_p'])} |")
+        ratio, iqms = span(row, "variance_ratio", 2), span(row, "iqm_ratio", 2)
+        print(f"| {row['arm']} | {row['envs']} | {ratio} | {p_value(row['variance_p'])} | {iqms} |")
 
 
 def curves(runs: list[list[dict]], points: int = 50) -> tuple[np.ndarray, np.ndarray]:

@@ -302,7 +302,7 @@ def test_statistics_with_a_known_answer(stability):
     assert stability.worst_quarter(x) == 1.5 and stability.worst_quarter(x[:5]) == 1.5
     assert stability.improvement(np.array([1.0, 2, 3]), np.array([2.0, 0])) == 4.5 / 6
     rng = np.random.default_rng(0)
-    base, steadier = rng.normal(0, 3, 100), rng.normal(50, 1.5, 100)
+    base, steadier = rng.normal(100, 3, 100), rng.normal(150, 1.5, 100)
     found = stability.compare(steadier, base)
     assert found["variance_ratio"] == pytest.approx(np.var(steadier) / np.var(base))
     assert 0.12 < found["variance_ratio_low"] < 0.25 < found["variance_ratio_high"] < 0.5
@@ -319,6 +319,7 @@ def test_statistics_with_a_known_answer(stability):
     (row,) = stability.across(runs)
     assert row["envs"] == "Ant Hopper" and row["variance_ratio"] == pytest.approx(0.5, rel=0.4)
     assert row["variance_ratio_low"] < 0.5 < row["variance_ratio_high"]
+    assert row["iqm_ratio_low"] < math.sqrt(1.5 * 3) < row["iqm_ratio_high"]
     wide, narrow = base[:10], base[10:20] / 2  # two alike say more, two opposite ones nothing
     alone = stability.variance_p(wide, narrow)
     assert stability.combined_p([(wide, narrow)]) == pytest.approx(alone)
