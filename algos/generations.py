@@ -65,7 +65,9 @@ def evolve(population: Population, args: Args) -> None:
     """All generations; one that an earlier process has begun is finished."""
     generations = args.total_steps // population.period
     population.expected = generations * args.agents
-    for generation in range(1, generations + 1):
+    begun = (*population.agents.values(), *population.flights.values())
+    first = max((agent.generation for agent in begun), default=1)
+    for generation in range(first, generations + 1):
         while (missing := who_is_missing(population, generation, args)) or population.flights:
             begin(population, generation, missing, args)
             population.work()  # where a parent is damaged, its descendants are missing again

@@ -10,8 +10,10 @@
 best.pt and last.pt know their script, its arguments and the environment: nothing else is read.
 """
 
+import contextlib
 import importlib
 import importlib.util
+import io
 import json
 import math
 import os
@@ -22,6 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import numpy as np
 import torch
 import tyro
 from torch import Tensor, nn
@@ -143,8 +146,9 @@ def make(saved: dict, num_envs: int, seed: int, draws: bool = False) -> tuple[nn
 
 
 def print_score(args: Args, saved: dict) -> None:
-    agent, env = make(saved, args.episodes, args.seed)
-    mean, std, length, returns = score(agent, env, args.seed)
+    with contextlib.redirect_stdout(sys.stderr if args.json else sys.stdout):  # environments print
+        agent, env = make(saved, args.episodes, args.seed)
+        mean, std, length, returns = score(agent, env, args.seed)
     facts = {"script": saved["script"], "env": saved["args"]["env"], "run_dir": args.run_dir}
     facts |= {"checkpoint": args.checkpoint, "step": saved["step"], "seed": args.seed}
     facts |= {"others": args.others, "weights": saved["weights"]} if args.others else {}
@@ -197,6 +201,7 @@ def film(args: Args, saved: dict) -> None:
         env.painter.size = round(width * 0.75), width
     if kind == ".mp4":
         how = {"fps": 1 / seconds, "macro_block_size": 2}  # even sizes
+        width += width % 2
     else:
         how = {"duration": 1000 * seconds, "loop": 0}  # for ever
     obs, _ = env.reset(seed=best)
@@ -205,7 +210,8 @@ def film(args: Args, saved: dict) -> None:
             picture = draw(env)
             if picture.shape[1] > width or args.width:
                 height = round(picture.shape[0] * width / picture.shape[1])
-                picture = Image.fromarray(picture).resize((width, height))
+                height += height % 2 * (kind == ".mp4")
+                picture = np.asarray(Image.fromarray(picture).resize((width, height)))
             writer.append_data(picture)
             for _ in range(every):
                 obs, *_ = env.step(agent(obs))
@@ -217,12 +223,13 @@ def film(args: Args, saved: dict) -> None:
 
 
 def still(args: Args, agent: nn.Module, env: vec_envs.VecEnv) -> None:
-    """The last of about 50 pictures of an episode; of StockTrading, the curve of its assets."""
+    """The last picture of an episode; of StockTrading, the curve of its assets."""
     import imageio
 
-    every, picture = max(1, env.max_episode_steps // 50), None
-    for step, _ in enumerate(episode(agent, env, args.seed)):
-        picture = draw(env) if step % every == 0 else picture
+    steps = int(score(agent, env, args.seed)[2])  # of this very episode
+    for step, _ in enumerate(episode(agent, env, args.seed), 1):
+        if step == steps or step % max(1, steps // 50) == 0:  # the curve has 50 points
+            picture = draw(env)
     env.close()
     imageio.imwrite(args.video, picture)
     print(f"{args.video}: a picture at the end of the episode")
@@ -249,7 +256,9 @@ def export(args: Args, saved: dict) -> None:
     obs, _ = env.reset()
     batch = torch.export.Dim("batch")  # of any size
     program = torch.export.export(agent, (obs,), dynamic_shapes=({0: batch},))
-    torch.export.save(program, args.export)
+    content = io.BytesIO()  # given a path, torch has a RuntimeError where it cannot write
+    torch.export.save(program, content)
+    Path(args.export).write_bytes(content.getvalue())
     print(
         f"{args.export}: observations (batch, {', '.join(map(str, obs.shape[1:]))}), float32, to "
         f"actions of {env.name}. To use it:\n    import torch\n"
@@ -283,4 +292,8 @@ def main(args: Args) -> None:
 
 if __name__ == "__main__":
     sys.excepthook = say_in_one_sentence
-    main(tyro.cli(Args, config=(tyro.conf.FlagCreatePairsOff,)))
+    args = tyro.cli(Args, config=(tyro.conf.FlagCreatePairsOff,))
+    if args.json:  # PyBullet prints in C
+        sys.stdout = os.fdopen(os.dup(1), "w")
+        os.dup2(2, 1)
+    main(args)

@@ -60,8 +60,8 @@ def generate(population: Population, args: Args) -> None:
     """The generator: begin the agent that is trained next."""
     generator = population.random("generate", population.count)
     own = next_in_line(population, args)
-    replaced = {line["id"] for line in population.journal.of("replaced")}
-    kept = [agent for agent in population.agents.values() if agent.id not in replaced]
+    out = {line["id"] for line in population.journal.of("replaced")} | no_good(population)
+    kept = [agent for agent in population.agents.values() if agent.id not in out]
     unfinished = [agent for agent in kept if agent.step < args.total_steps]
     begun = (*population.agents.values(), *population.flights.values())
     roots = sum(not agent.parent for agent in begun)
@@ -86,11 +86,16 @@ def next_in_line(population: Population, args: Args) -> Agent | None:
     used = {line["id"] for line in population.journal.of("replaced")}
     used |= {agent.parent for agent in population.agents.values()}
     used |= {agent.parent for agent in population.flights.values()}
-    failures = [line["parent"] for line in population.journal.of("failed")]
-    used |= {parent for parent in failures if failures.count(parent) > 1}  # it is no good
+    used |= no_good(population)
     waiting = [a for a in population.agents.values() if a.id not in used]
     waiting = [agent for agent in waiting if agent.step < args.total_steps]
     return min(waiting, key=lambda agent: agent.id, default=None)
+
+
+def no_good(population: Population) -> set[str]:
+    """Agents of which two descendants have failed."""
+    failures = [line["parent"] for line in population.journal.of("failed")]
+    return {parent for parent in failures if failures.count(parent) > 1}
 
 
 def draw(candidates: list[Agent], args: Args, generator: random.Random) -> Agent | None:

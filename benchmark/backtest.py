@@ -378,6 +378,8 @@ def typed(word: str) -> str:
 def main(options: Options) -> list[dict]:
     """Print everything -> the rows of the table, one a strategy, seed and fee."""
     torch.set_num_threads(1)
+    if not options.run_dirs:
+        raise UserError("no run to back-test: name at least one folder")
     folds = options.walk_forward
     if not 0 <= folds <= 100:
         raise UserError(f"--walk-forward is {folds}; allowed is from 0 to 100")

@@ -170,7 +170,10 @@ def script_of(arm: str) -> tuple[str, str, list[str]]:
             f"--arms has {arm!r}; allowed is {', '.join(ARMS)} or 'NAME=SCRIPT FLAGS', "
             "the name of letters, digits, - and _"
         )
-    script, *flags = shlex.split(words)
+    try:
+        script, *flags = shlex.split(words)
+    except ValueError as error:  # quotes that do not end, or nothing
+        raise SystemExit(f"--arms has {arm!r}, which cannot be read: {error}") from None
     folder = "benchmark" if script in OF_BENCHMARK else "algos"
     if not (ROOT / folder / f"{script}.py").exists():
         raise SystemExit(f"--arms has {name}, but there is no {folder}/{script}.py")
@@ -599,6 +602,10 @@ def write(path: Path, rows: list[dict]) -> None:
 
 
 def main(options: Options) -> None:
+    for name in ("seeds", "evaluations", "parallel", "total_steps", "eval_episodes"):
+        if getattr(options, name) < 1:
+            value = f"{getattr(options, name)}; allowed is at least 1"
+            raise SystemExit(f"--{name.replace('_', '-')} is {value}")
     if options.power:
         power()
         return

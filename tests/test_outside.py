@@ -19,6 +19,7 @@ from algos.worker_learner import UserError
 from vec_envs import make
 
 ROOT = Path(__file__).parent.parent
+NOBODY = torch.zeros(4, dtype=torch.bool)
 TINY = {"num_envs": 4, "hidden_size": 8, "eval_every": 0, "eval_episodes": 2}
 
 

@@ -322,6 +322,42 @@ def test_an_mp4(runs, tmp_path, capsys):
     assert_is_a_film(pictures)
 
 
+def test_an_mp4_of_chosen_size(runs, tmp_path):
+    pytest.importorskip("imageio_ffmpeg")
+    import imageio
+
+    call(runs["CartPole"], video=str(tmp_path / "film.mp4"), seconds=0.2, width=121)
+    with imageio.get_reader(tmp_path / "film.mp4") as reader:
+        assert reader.get_meta_data()["size"] == (122, 82)  # even
+
+
+def test_a_picture_is_of_the_end(runs, tmp_path):
+    call(runs["CartPole"], video=str(tmp_path / "end.png"), seed=1)
+    agent, env = play.make(play.load(play.Args(str(runs["CartPole"]))), 1, 1)
+    for _ in play.episode(agent, env, 1):
+        last = env.render()
+    assert (np.array(Image.open(tmp_path / "end.png")) == last).all()
+
+
+PRINTS = """
+import os
+import vec_envs.classic
+print("imported")
+class Loud(vec_envs.classic.CartPole):
+    def _restart(self, mask):
+        print("reset")
+        os.write(1, b"from C\\n")
+        super()._restart(mask)
+"""
+
+
+def test_json_is_all_that_is_printed(altered, tmp_path):
+    (tmp_path / "loud.py").write_text(PRINTS)
+    folder = altered(arguments={"env": "loud:Loud"})
+    done = run(ROOT / "algos" / "play.py", folder, "--json", PYTHONPATH=f"{tmp_path}:{ROOT}")
+    assert json.loads(done.stdout)["episodes"] == 10 and "from C" in done.stderr
+
+
 def test_a_film_of_chosen_length_and_size(runs, tmp_path, capsys):
     call(runs["CartPole"], video=str(tmp_path / "film.gif"), seconds=0.3, width=120)
     pictures, milliseconds = read_gif(tmp_path / "film.gif")

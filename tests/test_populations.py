@@ -35,6 +35,7 @@ from algos.populations.agents import (
     scaled,
     scoring,
 )
+from algos.populations.journal import Journal
 from algos.worker_learner import UserError, files, segments
 from algos.worker_learner.segments import Here
 
@@ -218,6 +219,8 @@ def test_factors_keep_a_hyperparameter_in_its_limits():
     assert scaled(0.99, 1.25, (0, 1)) == 0.9875  # γ: its distance from 1
     assert scaled(10, 0.8, (1, None)) == 8 and scaled(1, 0.4, (1, None)) == 1
     assert scaled(9.0, 1.25, (0, 10)) == 10
+    assert scaled(0.005, 0.8, (0, 1)) == 0.004 and scaled(0.005, 1.25, (0, 1)) == 0.00625  # τ
+    assert scaled(0.9999, 0.5, (0, 1)) == 0.99995
 
 
 def test_a_score_is_of_episodes_that_nobody_trained_on(tmp_path):
@@ -229,6 +232,8 @@ def test_a_score_is_of_episodes_that_nobody_trained_on(tmp_path):
     error = 2 / math.sqrt(3)  # the sample standard deviation, by the root of their number
     assert read_score(Path(output)) == {"score": 3, "error": error, "episodes": 3, "step": 5}
     Path(output).write_text('{"step": 5, "returns": [1.0, NaN]}')
+    assert read_score(Path(output)) is None
+    Path(output).write_text('an environment prints {"step": 5}')
     assert read_score(Path(output)) is None
 
 
@@ -259,6 +264,10 @@ def test_generations_with_known_scores(stand_in, tmp_path):
     before = journal(root)
     drive("generations", root, f"{flags} --total-steps 500 --period 100")  # all is done
     assert journal(root) == before and len(agents(root)) == 20
+    (root / "agents" / ".DS_Store").touch()  # of a file manager
+    shutil.rmtree(root / "agents" / "00000")  # of a generation that is over
+    drive("generations", root, f"{flags} --total-steps 500 --period 100")
+    assert journal(root) == before
 
 
 def test_noise_replaces_nobody(stand_in, tmp_path):
@@ -290,6 +299,24 @@ def test_a_tournament_with_known_scores(stand_in, tmp_path):
     assert not journal(independent, "replaced")
     chains = [x.parent for x in agents(independent).values() if x.parent]
     assert len(chains) == len(set(chains)) == 8
+
+
+def test_an_agent_whose_descendants_fail_replaces_nobody():
+    """The best one diverges after its score: what goes on from it fails."""
+    best, weaker = agent("00000", 100, pause_at=50), agent("00001", 10, pause_at=50)
+    population = mock.Mock(agents={"00000": best, "00001": weaker}, flights={}, count=4)
+    population.journal.of = lambda event: [{"parent": "00000"}] * 2 if event == "failed" else []
+    population.random.return_value = random.Random(0)
+    tournament.generate(population, tournament.Args(agents=2, total_steps=100))
+    population.child.assert_called_once_with(weaker, False)
+    population.journal.note.assert_not_called()
+
+
+@pytest.mark.parametrize("content", [b"5\n", b"\xff\n"])
+def test_a_damaged_journal_is_one_sentence(tmp_path, content):
+    (tmp_path / "journal.jsonl").write_bytes(content)
+    with pytest.raises(UserError, match="is damaged"):
+        Journal(tmp_path / "journal.jsonl")
 
 
 def test_runs_with_different_seeds_become_one_agent(stand_in, tmp_path):
@@ -612,6 +639,11 @@ def test_mistakes_are_one_sentence(stand_in, tmp_path, capsys):
     fails("--total-steps 5 --period 6", "--period is 6; allowed is from 0 to 5")
     fails("--eval-episodes 1", "--eval-episodes is 1; allowed is from 2")
     fails("--perturb speed", "--perturb is speed, but ppo.py has no such number")
+    fails("--perturb seed", "--perturb is seed, but the population sets it itself")
+    lines = ROOT / "benchmark" / "lines.py"
+    fails(f"--algo {lines}", f"{lines} needs play.py beside it, which scores its agents")
+    (stand_in / "other.py").write_text("")
+    fails(f"--algo {stand_in}/other.py", "other.py, which has no Args, LIMITS and TUNED")
     fails("", "--total-steps stands after --, but the population sets it", "--total-steps 5")
     fails(known, "--gamma is 7.0; allowed is from 0 to 1", "--gamma 7")
     fails("--cpus 1000", "--cpus is 1000 and --gpus 0; this machine has no room")

@@ -344,7 +344,7 @@ class MountainCar(ClassicEnv):
         seed: int = 0,
         goal_velocity: float = 0.0,
     ):
-        self.goal_velocity = goal_velocity
+        self.goal_velocity = float(goal_velocity)
         low = np.array([self.min_position, -self.max_speed], np.float32)
         high = np.array([self.max_position, self.max_speed], np.float32)
         super().__init__(

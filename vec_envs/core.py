@@ -167,6 +167,10 @@ class VecEnv(VectorEnv):
         if seed is not None:
             self.generator.manual_seed(env_seeds(seed, 1)[0])
         self._restart(torch.ones(self.num_envs, dtype=torch.bool, device=self.device))
+        for name in self.state_names:
+            if getattr(getattr(self, name), "shape", ())[:1] != (self.num_envs,):
+                expected = f"a tensor ({self.num_envs}, ...), since it is in state_names"
+                raise ValueError(f"{self.name}: {name} must be {expected}")
         # Not in place: the last step's info may hold them.
         self._returns, self._lengths = (torch.zeros_like(x) for x in (self._returns, self._lengths))
         self.obs = self._observe()
@@ -183,6 +187,7 @@ class VecEnv(VectorEnv):
         reward, terminated = self._simulate(self.check_action(action))
         reward = reward.float()
         final_obs = self._observe()
+        self._check_shapes(reward, terminated, final_obs)
         returns = self._returns + (reward if self.num_agents is None else reward.sum(1))
         lengths = self._lengths + 1
         truncated = lengths >= self.max_episode_steps
@@ -198,9 +203,21 @@ class VecEnv(VectorEnv):
         info = {"final_obs": final_obs, "episode_return": returns, "episode_length": lengths}
         return self.obs, reward, terminated, truncated, info
 
+    def _check_shapes(self, reward: Tensor, terminated: Tensor, obs: Tensor) -> None:
+        agents = () if self.num_agents is None else (self.num_agents,)
+        for what, x, shape, dtype in (
+            ("reward", reward, agents, torch.float32),
+            ("terminated", terminated, (), torch.bool),
+            ("observation", obs, (*agents, *self.single_observation_space.shape), torch.float32),
+        ):
+            if x.shape != (self.num_envs, *shape) or x.dtype != dtype:
+                expected = f"expected {(self.num_envs, *shape)} of {dtype}"
+                is_now = f"{tuple(x.shape)} of {x.dtype}"
+                raise ValueError(f"{self.name}: its {what} has shape {is_now}, {expected}")
+
     def check_action(self, action: Tensor) -> Tensor:
         """`action` as a tensor on the device; ValueError if it cannot be an action."""
-        action = torch.as_tensor(action, device=self.device)
+        action = torch.as_tensor(action, device=self.device).detach()
         space = self.single_action_space
         agents = () if self.num_agents is None else (self.num_agents,)
         expected = (self.num_envs, *agents, *space.shape)
@@ -245,7 +262,7 @@ class VecEnv(VectorEnv):
         for name, value in state.items():
             if name == "generator":
                 self.generator.set_state(value.cpu())
-            elif value.shape[0] != self.num_envs:
+            elif len(value) != self.num_envs:
                 raise ValueError(
                     f"{self.name}: the saved state has {value.shape[0]} envs, not {self.num_envs}"
                 )

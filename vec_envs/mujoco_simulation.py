@@ -346,6 +346,9 @@ class Painter:
     def paint(self) -> np.ndarray:
         """An RGB picture (*size, 3) uint8; `size` can be changed before the first one."""
         if self.renderer is None:
+            buffer = self.model.vis.global_  # the largest picture that it draws
+            buffer.offheight = max(buffer.offheight, self.size[0])
+            buffer.offwidth = max(buffer.offwidth, self.size[1])
             self.renderer = mujoco.Renderer(self.model, *self.size)
         for _ in range(2):  # an infinite floor is centred on the camera of the scene before
             self.renderer.update_scene(self.data, self.camera)

@@ -92,7 +92,7 @@ class ParticleEnv(MultiAgentVecEnv):
     def _force_of(self, action: Tensor) -> Tensor:
         """The agents' own forces (..., 2) of actions (..., 5) or, discrete, (...)."""
         if not self.continuous:
-            return embedding(action, self._moves)  # rows by index, without a synchronisation
+            return embedding(action.long(), self._moves)  # rows by index, without a synchronisation
         action = action.clamp(0, 1)
         direction = action[..., 2:5:2] - action[..., 1:5:2]  # right − left, up − down
         return self.push * direction.to(self.dtype)
@@ -245,7 +245,7 @@ class SpeakerListener(ParticleEnv):
         if self.continuous:
             self.message = message[:, :3].float().clamp(0, 1)
         else:
-            self.message = embedding(message, self._messages)
+            self.message = embedding(message.long(), self._messages)
 
         goal = self.landmark.gather(1, self.goal.view(-1, 1, 1).expand(-1, 1, 2)).squeeze(1)
         reward = -(self.position[:, 1] - goal).square().sum(1, keepdim=True)

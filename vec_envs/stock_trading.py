@@ -290,7 +290,9 @@ def rows_of(market: Market, split: str, validation: str, test: str, end: str) ->
     cuts = [0]
     for key, text in days.items():
         try:
-            cuts.append(int(np.searchsorted(dates, np.datetime64(text))))
+            if np.isnat(day := np.datetime64(text)) or day >= np.datetime64("10000"):  # 20220101
+                raise ValueError
+            cuts.append(int(np.searchsorted(dates, day)))
         except ValueError:
             raise ValueError(f"StockTrading: {key} is {text!r}, not a date (2019-01-31)") from None
         if split != "all" and not cuts[-2] < cuts[-1]:

@@ -184,10 +184,13 @@ def _mean(things: list[Any]) -> Any:
 def scaled(value: float, factor: float, limits: tuple | None) -> float:
     """A hyper-parameter times a factor, within its limits; of γ and λ their distance from 1."""
     low, high = limits or (0, None)
-    new = value * factor if high != 1 else 1 - (1 - value) * factor
+    near_one = high == 1 and value > 0.5  # not τ and ε
+    new = factor * (1 - value if near_one else value)
+    new = new if isinstance(value, int) else float(f"{new:.4g}")
+    new = round(1 - new, 12) if near_one else new
     new = new if high is None else min(high, new)
     new = new if low is None else max(low, new)
-    return round(new) if isinstance(value, int) else float(f"{new:.4g}")
+    return round(new) if isinstance(value, int) else new
 
 
 # The commands of a segment, and what they print.
@@ -217,7 +220,10 @@ def scoring(agent: Agent, run: Path, folder: Path, first_seed: int, episodes: in
 
 def read_score(path: Path) -> dict[str, Any] | None:
     """Mean return, its standard error, episodes and step; None if a return is not finite."""
-    content = json.loads(path.read_text())
+    try:
+        content = json.loads(path.read_text())
+    except ValueError:  # an environment printed into it
+        return None
     returns = content["returns"]
     if not all(map(math.isfinite, returns)):
         return None
@@ -259,6 +265,8 @@ def script_path(algo: str) -> Path:
     path = Path(algo) if algo.endswith(".py") else ALGOS / f"{algo}.py"
     if not path.is_file() or path.stem in PROGRAMS:
         raise UserError(f"the algorithm is {algo}, but {path} is not a script that trains")
+    if not path.with_name("play.py").is_file():
+        raise UserError(f"{path} needs play.py beside it, which scores its agents")
     return path.resolve()
 
 
@@ -279,6 +287,8 @@ def hyperparameters(
     does not take end this program as they would end the script.
     """
     script = load_script(algo)
+    if not all(hasattr(script, name) for name in ("Args", "LIMITS", "TUNED")):
+        raise UserError(f"the algorithm is {algo}, which has no Args, LIMITS and TUNED to train by")
     limits = {**RUN_LIMITS, **script.LIMITS}
     defaults = script.Args(**script.TUNED.get(vec_envs.base_name(args.env), {}))
     given = tyro.cli(script.Args, prog=f"{script.__name__}.py", args=words, default=defaults)
@@ -290,5 +300,7 @@ def hyperparameters(
         value = getattr(given, name, None)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise UserError(f"--perturb is {name}, but {script.__name__}.py has no such number")
+        if flag(name) in OURS:
+            raise UserError(f"--perturb is {name}, but the population sets it itself")
         found[name] = value, limits.get(name, (0, None))
     return found

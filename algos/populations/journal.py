@@ -15,12 +15,14 @@ class Journal:
     """What is in journal.jsonl, and what is added. Raises UserError if it is damaged, OSError."""
 
     def __init__(self, path: Path):
-        text = path.read_text() if path.exists() else ""
-        if text and not text.endswith("\n"):  # torn: nothing was done that it would say
-            text = text[: text.rfind("\n") + 1]
-            files.save(text, path)
         try:
+            text = path.read_text() if path.exists() else ""
+            if text and not text.endswith("\n"):  # torn: nothing was done that it would say
+                text = text[: text.rfind("\n") + 1]
+                files.save(text, path)
             self.lines = [json.loads(line) for line in text.splitlines()]
+            if not all(isinstance(line, dict) and "event" in line for line in self.lines):
+                raise ValueError("a line is not an event")
         except ValueError as error:
             raise UserError(f"{path} is damaged ({error}); mend or remove that line") from None
         self._file = open(path, "a")
