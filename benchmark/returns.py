@@ -296,6 +296,10 @@ def figure(results: Path) -> None:
 
 
 def main(options: Options, flags: list[str]) -> None:
+    if options.parallel < 1:
+        raise SystemExit(f"--parallel is {options.parallel}; allowed is at least 1")
+    if (options.figure or options.table) and not (options.results / "returns.csv").exists():
+        raise SystemExit(f"--results is {options.results}, where no returns.csv is")
     if options.figure:
         figure(options.results)
         return
