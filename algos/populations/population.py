@@ -73,8 +73,7 @@ class Population:
         except OSError as error:
             raise self.cannot_write(error) from None
         names = {*self.agents, *self.flights, *(line.get("id", "") for line in self.journal.lines)}
-        begun = (int(name) + 1 for name in names if name.isdecimal())
-        self.count = max(begun, default=0)  # segments
+        self.count = max((int(name) + 1 for name in names if name), default=0)  # segments begun
         self.expected = 0  # segments in all, which a program says for the time left
         self.began, self.done_before = time.time(), self.done
         self._shown = 0.0
@@ -91,9 +90,7 @@ class Population:
         self.journal = Journal(self.root / "journal.jsonl")
         corrupt = {line["id"] for line in self.journal.of("corrupt")}
         published = {line["id"] for line in self.journal.of("published")}
-        for folder in sorted((self.root / "agents").iterdir()):
-            if not folder.name.isdecimal():  # of a file manager
-                continue
+        for folder in sorted((self.root / "agents").glob("[0-9]*")):  # not a file manager's
             try:
                 agent = read_agent(folder / "agent.json")
             except (OSError, ValueError) as error:
@@ -123,10 +120,7 @@ class Population:
         now |= {"algos": self.algos, "words": self.words}
         if not path.exists():
             return files.save(json.dumps(now, indent=2) + "\n", path)
-        try:
-            before = json.loads(path.read_text())
-        except ValueError as error:
-            raise UserError(f"{path} is damaged ({error}); name another --root") from None
+        before = json.loads(path.read_text())
         for name in [name for name in now if before.get(name) != now[name]]:
             what = "what follows --" if name == "words" else flag(name)
             was = f"{before.get(name)} when {self.root} began and is now {now[name]}"
