@@ -298,8 +298,9 @@ def figure(results: Path) -> None:
 def main(options: Options, flags: list[str]) -> None:
     if options.parallel < 1:
         raise SystemExit(f"--parallel is {options.parallel}; allowed is at least 1")
-    if (options.figure or options.table) and not (options.results / "returns.csv").exists():
-        raise SystemExit(f"--results is {options.results}, where no returns.csv is")
+    for name, asked in (("returns.csv", options.table), ("curves.csv", options.figure)):
+        if asked and not (options.results / name).exists():
+            raise SystemExit(f"--results is {options.results}, where no {name} is")
     if options.figure:
         figure(options.results)
         return
