@@ -77,7 +77,7 @@ LIMITS = {
     "initial_log_std": (-10, 10),
 }
 
-# What differs by environment, six rows of ppo.py's; a flag on the command line wins.
+# What differs by environment, rows of ppo.py's; a flag on the command line wins.
 TUNED = {
     "Ant": dict(total_steps=2_500_000, num_steps=32, epochs=4, minibatch_size=1024,
                 learning_rate=1e-3, initial_log_std=-1.0),

@@ -79,7 +79,7 @@ class Here:
     def start(self, name: str, commands: Commands) -> None:
         gpu = ""
         if self.gpus:
-            used = [gpu for *_, gpu in self._running.values()]
+            used = [other for *_, other in self._running.values()]
             gpu = min(map(str, range(torch.cuda.device_count())), key=used.count)
         self._next(name, commands, gpu)
 
