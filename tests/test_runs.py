@@ -827,7 +827,7 @@ def test_full_disk_does_not_stop_training(tmp_path):
     assert "Traceback" not in said and "Done: 6016 steps" in said, said
     for name in ("checkpoint.pt", "last.pt", "metrics.csv", "TensorBoard"):
         assert said.count(f"Warning: {name}") == 1, said
-    metrics_step = max(row[0] for row in metrics(full.dir))  # an evaluation comes later than its step
+    metrics_step = max(row[0] for row in metrics(full.dir))  # evaluations come later
     assert 2000 <= metrics_step < 2500
 
     ended = finish(tight)
