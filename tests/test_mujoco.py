@@ -1,5 +1,6 @@
 """The MuJoCo environments against Gymnasium's own, step by step, and how they break."""
 
+import contextlib
 import threading
 import time
 from types import SimpleNamespace
@@ -277,3 +278,35 @@ def test_warp_restarts_only_the_masked():
         assert torch.equal(field[~mask], before[name][~mask]), name
     assert not torch.equal(env.qpos[1], before["qpos"][1])
     assert torch.allclose(env.sim.fields["torso_x"][1], env.qpos[1, :1])
+
+
+def test_warp_on_a_gpu_captures_on_a_stream_of_its_own(monkeypatch):
+    """A stand-in without a GPU: CUDA refuses to capture on the default stream, which is torch's."""
+    pytest.importorskip("mujoco_warp")
+    sim = make("Hopper", 2, backend="warp", seed=0).sim
+    done, streams = [], []
+
+    @contextlib.contextmanager
+    def scoped_stream(stream):
+        streams.append(stream)
+        yield
+        streams.pop()
+
+    @contextlib.contextmanager
+    def scoped_capture():
+        assert streams == ["other"]
+        done.append("capture")
+        yield SimpleNamespace(graph="graph")
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "torch's")
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: "other")
+    sim.device = SimpleNamespace(is_cuda=True)
+    sim.mjw = SimpleNamespace(step=lambda *_: done.append(streams[-1]))
+    sim.warp = SimpleNamespace(stream_from_torch=str, ScopedStream=scoped_stream)
+    sim.warp.ScopedCapture = scoped_capture
+    sim.warp.capture_launch = lambda graph: done.append((graph, streams[-1]))
+    for _ in range(2):
+        sim.step(torch.zeros(2, 3))
+    substeps = 4
+    assert done[:substeps] == ["torch's"] * substeps
+    assert done[substeps:] == ["capture", *["other"] * substeps, ("graph", "torch's")]

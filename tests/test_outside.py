@@ -82,9 +82,9 @@ def test_a_vec_env_of_ones_own(mine):
     assert (env.num_envs, env.worth) == (5, 2.5) and isinstance(env, vec_envs.VecEnv)
     obs, _ = env.reset(seed=3)
     assert env.step(obs.argmax(1))[1].tolist() == [2.5] * 5
-    assert vec_envs.simulates_on_gpu(mine)  # by itself: its tensors are wherever they shall be
-    assert not vec_envs.simulates_on_gpu("CartPole-v1")
-    assert not vec_envs.simulates_on_gpu("my_broken_module:Guess")  # what is wrong `make` says
+    assert vec_envs.simulates_on_gpu(mine, 4)  # by itself: its tensors are wherever they shall be
+    assert not vec_envs.simulates_on_gpu("CartPole-v1", 4)
+    assert not vec_envs.simulates_on_gpu("my_broken_module:Guess", 4)  # what is wrong `make` says
 
 
 @pytest.mark.parametrize(

@@ -688,3 +688,17 @@ def test_a_segment_whose_driver_is_gone_does_not_begin(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "getpid", lambda: 1)
     assert segments.perform(commands) not in segments.GOOD
     assert not (tmp_path / "began").exists()
+
+
+@pytest.mark.parametrize(("visible", "expected"), [(None, "0101"), ("2,7", "2727")])
+def test_each_segment_has_a_gpu_of_those_that_this_process_may_use(visible, expected, monkeypatch):
+    given = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(segments, "launch", lambda *_, **variables: given.append(variables))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    pool = Here(1, 0.5)
+    for name in "abcd":
+        pool.start(name, [(["true"], "out")])
+    assert "".join(x["CUDA_VISIBLE_DEVICES"] for x in given) == expected

@@ -97,10 +97,13 @@ def vec_env_class(name: str) -> type[VecEnv] | None:
     return kind if isinstance(kind, type) and issubclass(kind, VecEnv) else None
 
 
-def simulates_on_gpu(name: str) -> bool:
-    """Whether a GPU can compute the steps of this environment, with the packages installed."""
+def simulates_on_gpu(name: str, num_envs: int) -> bool:
+    """Whether a GPU can compute so many of this environment, and is worth it (not measured yet).
+
+    A step of MuJoCo is thousands of small kernels there, whose time depends little on `num_envs`.
+    """
     if NAMES.get(base_name(name)) == "mujoco":
-        return importlib.util.find_spec("mujoco_warp") is not None
+        return num_envs >= 128 and importlib.util.find_spec("mujoco_warp") is not None
     return vec_env_class(name) is not None
 
 

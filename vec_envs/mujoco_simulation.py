@@ -197,6 +197,8 @@ class WarpSimulation:
             model.opt.solver = mujoco.mjtSolver.mjSOL_NEWTON
         with warp.ScopedDevice(self.device):
             self.model = mujoco_warp.put_model(model)
+            if not warp.is_conditional_graph_supported():  # drivers before CUDA 12.4
+                self.model.opt.graph_conditional = False
             self.data = mujoco_warp.make_data(model, nworld=num_envs)
         arrays = {array for array, _ in fields.values()}
         self.contact_forces = "cfrc_ext" in arrays
@@ -215,22 +217,13 @@ class WarpSimulation:
         self.ctrl = warp.to_torch(self.data.ctrl)
         self.warmstart = warp.to_torch(self.data.qacc_warmstart)
         self.qpos0 = torch.tensor(model.qpos0, dtype=torch.float32, device=device)
-        self.graph = None
+        self.graphs: dict[Callable, object] = {}
         self._gather()
 
     def step(self, control: Tensor) -> Tensor:
         """`frame_skip` substeps of all -> mask (N,) of those that went unstable."""
         self.ctrl.copy_(control)
-        with self._on_torch_stream():
-            if self.graph is None and self.device.is_cuda and not self.device.is_capturing:
-                self._substeps()  # compiles the kernels, which a capture cannot
-                with self.warp.ScopedCapture() as capture:
-                    self._substeps()
-                self.graph = capture.graph
-            elif self.graph is not None:
-                self.warp.capture_launch(self.graph)
-            else:
-                self._substeps()
+        self._compute(self._substeps)
         # NaN fails every comparison, so "not below" catches it; 1e10 is MuJoCo's own bound.
         stable = (self.qpos.abs().amax(1) < 1e10) & (self.qvel.abs().amax(1) < 1e10)
         self.qpos.copy_(torch.where(stable.unsqueeze(1), self.qpos, self.qpos0))
@@ -247,9 +240,8 @@ class WarpSimulation:
         self.warmstart.copy_(torch.where(column, 0.0, self.warmstart))
         self.ctrl.copy_(torch.where(column, 0.0, self.ctrl))
         warmstart = self.warmstart.clone()
-        with self._on_torch_stream():
-            for compute in self.refresh:
-                compute(self.model, self.data)
+        if self.refresh:
+            self._compute(self._refresh)
         self.warmstart.copy_(warmstart)
         self._gather()
         # As after a reset in C: cfrc_ext is computed in steps only, and without control
@@ -276,10 +268,27 @@ class WarpSimulation:
         if self.contact_forces:
             self.mjw.rne_postconstraint(self.model, self.data)
 
-    def _on_torch_stream(self):
-        if self.device.is_cuda:  # on torch's stream the order is right without synchronisation
-            return self.warp.ScopedStream(self.warp.stream_from_torch(torch.cuda.current_stream()))
-        return self.warp.ScopedDevice(self.device)
+    def _refresh(self) -> None:
+        for compute in self.refresh:
+            compute(self.model, self.data)
+
+    def _compute(self, work: Callable[[], None]) -> None:
+        """Launch `work`; on a GPU one by one at first, later as a graph."""
+        if not self.device.is_cuda:
+            with self.warp.ScopedDevice(self.device):
+                return work()
+        # On torch's stream the order is right without synchronisation.
+        with self._on(torch.cuda.current_stream()):
+            if work in self.graphs:
+                return self.warp.capture_launch(self.graphs[work])
+            work()  # compiles the kernels, which a capture cannot
+        # On a stream of its own: CUDA captures nothing on the default one, which is torch's.
+        with self._on(torch.cuda.Stream()), self.warp.ScopedCapture() as capture:
+            work()
+        self.graphs[work] = capture.graph
+
+    def _on(self, stream):
+        return self.warp.ScopedStream(self.warp.stream_from_torch(stream))
 
     def _gather(self) -> None:
         self.fields = {

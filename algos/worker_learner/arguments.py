@@ -137,12 +137,13 @@ def resolve(args: RunArgs, script: str, limits: dict[str, tuple]) -> RunArgs:
             raise UserError(f"{flag(name)} is cuda, but torch finds no CUDA device; {advice}")
     if args.device == "auto":
         args.device = "cuda" if gpu else "cpu"
-    if args.env_device == "same" and not vec_envs.simulates_on_gpu(args.env):
-        args.env_device = "cpu"
     if not args.num_envs:
         where = args.device if args.env_device == "same" else args.env_device
         enough = args.total_steps >= 100 * 4096 * getattr(args, "num_steps", 1)
-        args.num_envs = 4096 if where == "cuda" and enough and not args.num_workers else 64
+        many = where == "cuda" and vec_envs.simulates_on_gpu(args.env, 4096) and enough
+        args.num_envs = 4096 if many and not args.num_workers else 64
+    if args.env_device == "same" and not vec_envs.simulates_on_gpu(args.env, args.num_envs):
+        args.env_device = "cpu"
     if args.num_workers > args.num_envs:
         raise UserError(f"--num-workers is {args.num_workers}, but --num-envs is {args.num_envs}")
     args.run_dir = args.run_dir or default_run_dir(args, script, time.strftime(STAMP))

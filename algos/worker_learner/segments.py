@@ -55,11 +55,11 @@ def launch(words: list[str], output: str, **variables: str) -> subprocess.Popen:
         return subprocess.Popen([*guard, *words], **streams, **options)
 
 
-def perform(commands: Commands) -> int:
+def perform(commands: Commands, **variables: str) -> int:
     """Run commands until one fails -> the exit status of the last."""
     status = 0
     for command in commands:
-        if (status := launch(*command).wait()) not in GOOD:
+        if (status := launch(*command, **variables).wait()) not in GOOD:
             break
     return status
 
@@ -77,11 +77,10 @@ class Here:
         return int(min(room) + 1e-6)
 
     def start(self, name: str, commands: Commands) -> None:
-        gpu = ""
-        if self.gpus:
-            used = [other for *_, other in self._running.values()]
-            gpu = min(map(str, range(torch.cuda.device_count())), key=used.count)
-        self._next(name, commands, gpu)
+        every = ",".join(map(str, range(torch.cuda.device_count())))
+        mine = (os.environ.get("CUDA_VISIBLE_DEVICES") or every).split(",")  # perhaps a job's part
+        used = [gpu for *_, gpu in self._running.values()]
+        self._next(name, commands, min(mine, key=used.count) if self.gpus else "")
 
     def _next(self, name: str, commands: Commands, gpu: str) -> None:
         process = launch(*commands[0], CUDA_VISIBLE_DEVICES=gpu)
@@ -152,7 +151,8 @@ class Cluster:
         return int(min(room) + 1e-6)
 
     def start(self, name: str, commands: Commands) -> None:
-        self._refs[name] = self._task.remote(commands)
+        hidden = {} if self.gpus else {"CUDA_VISIBLE_DEVICES": ""}  # Ray shows all of a node's
+        self._refs[name] = self._task.remote(commands, **hidden)
 
     def wait(self, seconds: float) -> dict[str, int]:
         if not self._refs:
