@@ -106,7 +106,8 @@ def load(args: Args) -> dict[str, Any]:
     if not path.exists():
         if not (folder / "args.json").exists():
             raise UserError(f"{folder} is not the folder of a run: there is no args.json in it")
-        raise UserError(f"{folder} has no {path.name} yet: its training has not come that far")
+        advice = "; try --checkpoint last" * (folder / "last.pt").exists()
+        raise UserError(f"{folder} has no {path.name} yet: no evaluation has ended{advice}")
     saved, problem = load_checked(path)
     if saved is None:
         other = {"best": "last", "last": "best"}[args.checkpoint]

@@ -1041,7 +1041,7 @@ def test_only_a_full_disk_is_a_warning(tmp_path, capsys):
     path = tmp_path / "checkpoint.pt"
     path.touch()
     for content, kind in (({"a": lambda: 0}, Exception), ({"a": threading.Lock()}, TypeError)):
-        with pytest.raises(kind, match="pickle|local object"):
+        with pytest.raises(kind, match=r"pickle|local object"):
             files.quietly("checkpoint.pt", files.save, content, path)
         assert [entry.name for entry in tmp_path.iterdir()] == ["checkpoint.pt"]
     assert not files.quietly("it", files.save, {}, tmp_path / "nowhere" / "checkpoint.pt")

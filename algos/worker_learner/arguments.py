@@ -180,10 +180,10 @@ def saved_args(given: RunArgs, script: str) -> RunArgs:
     path = Path(given.resume) / "args.json"
     try:
         content = json.loads(path.read_text())
-        saved, made_by = type(given)(**content["args"]), content["script"]
+        saved = type(given)(**content["args"]) if content["script"] == script else given
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"--resume {given.resume}: {path} cannot be read ({error})") from None
-    if made_by != script:
+    if (made_by := content["script"]) != script:
         raise UserError(f"--resume {given.resume}: that run is of {made_by}, not {script}")
     typed = {word.partition("=")[0].replace("_", "-") for word in sys.argv}
     typed |= {word.replace("--no-", "--", 1) for word in typed}

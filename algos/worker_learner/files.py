@@ -92,21 +92,22 @@ class Log:
 def plot(folder: Path, title: str) -> None:
     """learning_curve.png of metrics.csv, where matplotlib is installed."""
     try:
-        from matplotlib.figure import Figure
+        from matplotlib import figure, ticker
     except ImportError:
         return
-    figure = Figure(figsize=(7, 4))
-    axes = figure.subplots()
+    picture = figure.Figure(figsize=(7, 4))
+    axes = picture.subplots()
+    axes.xaxis.set_major_formatter(ticker.EngFormatter())
     rows = [line.split(",") for line in (folder / "metrics.csv").read_text().split()]
     for tag, label in (
         ("charts/episodic_return", "training, with exploration"),
         ("eval/episodic_return", "evaluation, deterministic"),
     ):
         points = sorted((int(row[0]), float(row[3])) for row in rows if row[2] == tag)
-        axes.plot(*zip(*points, strict=True) if points else ([], []), label=label)
+        axes.plot(*zip(*points, strict=True) if points else ([], []), label=label, marker=".")
     axes.set(title=title, xlabel="steps", ylabel="return")
     axes.legend()
-    figure.savefig(folder / "learning_curve.png")
+    picture.savefig(folder / "learning_curve.png")
 
 
 def quietly(what: str, function: Callable, *arguments: Any, **options: Any) -> bool:
