@@ -45,7 +45,8 @@ class Args(RunArgs):
     """A2C on any environment."""
 
     env: str = "CartPole"
-    num_steps: int = 8
+    num_envs: int = 8
+    num_steps: int = 5
     """steps of each environment in a rollout"""
     learning_rate: float = 1e-3
     """of RMSProp, for actor and critic, annealed linearly to zero"""
@@ -74,9 +75,8 @@ LIMITS = {
 
 # What differs by environment; a flag on the command line wins.
 TUNED = {
-    "CartPole": dict(total_steps=50_000, eval_every=10_000, num_envs=8, num_steps=5, gamma=0.995,
-                     gae_lambda=0.9),
-    "Acrobot": dict(total_steps=100_000, eval_every=20_000, num_envs=16, num_steps=5),
+    "CartPole": dict(total_steps=50_000, eval_every=10_000, gamma=0.995, gae_lambda=0.9),
+    "Acrobot": dict(total_steps=100_000, eval_every=20_000, num_envs=16),
 }  # fmt: skip
 
 

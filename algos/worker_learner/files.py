@@ -99,14 +99,14 @@ def plot(folder: Path, title: str) -> None:
     axes = picture.subplots()
     axes.xaxis.set_major_formatter(ticker.EngFormatter())
     rows = [line.split(",") for line in (folder / "metrics.csv").read_text().split()]
-    for tag, label in (
-        ("charts/episodic_return", "training, with exploration"),
-        ("eval/episodic_return", "evaluation, deterministic"),
+    for tag, style, label in (
+        ("charts/episodic_return", "-", "training, with exploration"),
+        ("eval/episodic_return", ".-", "evaluation, deterministic"),
     ):
         points = sorted((int(row[0]), float(row[3])) for row in rows if row[2] == tag)
-        axes.plot(*zip(*points, strict=True) if points else ([], []), label=label, marker=".")
+        axes.plot(*zip(*points, strict=True) if points else ([], []), style, label=label)
     axes.set(title=title, xlabel="steps", ylabel="return")
-    axes.legend()
+    axes.legend(loc="lower right")
     picture.savefig(folder / "learning_curve.png")
 
 
