@@ -80,7 +80,7 @@ LIMITS = {
 
 # What differs by environment; a flag on the command line wins.
 TUNED = {
-    "CartPole": dict(total_steps=50_000, eval_every=10_000, n_step=10),
+    "CartPole": dict(total_steps=50_000, eval_every=10_000, n_step=10, utd_ratio=0.5),
     "Acrobot": dict(total_steps=100_000, eval_every=20_000, n_step=3, utd_ratio=1.0,
                     hidden_size=256, tau=0.005),
     "LunarLander-v3": dict(total_steps=300_000, eval_every=50_000, n_step=5),
