@@ -207,8 +207,8 @@ def as_it_comes(options: Options) -> Iterator[tuple[str, str, Contenders]]:
     equal |= {"train_freq": 4, "gradient_steps": 1}
     dqn = partial(ours, "dqn", utd_ratio=0.25, **sizes)
     turns = {
-        "CraneRL dqn.py --num-envs 1": partial(dqn, "--num-envs 1"),
-        "CraneRL dqn.py, 8 environments": partial(dqn, ""),
+        "CraneRL dqn.py --num-envs 1": partial(dqn, "--utd-ratio 0.25 --num-envs 1"),
+        "CraneRL dqn.py, 8 environments": partial(dqn, "--utd-ratio 0.25"),
         "Stable-Baselines3 DQN, sizes as ours": partial(sb3, "DQN", "CartPole-v1", **equal),
     }
     yield "DQN on CartPole, an update every 4 steps", "updates/s", turns
