@@ -258,7 +258,7 @@ def test_the_first_section_is_what_somebody_types(throughput, monkeypatch):
         flags = {word for word in words if word.startswith("--")} - allowed
         typed.setdefault(Path(script).stem, []).append(flags)
     redq, dqn = typed.pop("redq"), typed.pop("dqn")
-    assert redq == [{"--log-every"}] and dqn == [{"--num-envs"}, set()]
+    assert redq == [{"--log-every"}] and dqn == [{"--num-envs", "--utd-ratio"}, {"--utd-ratio"}]
     assert typed.keys() == {"sac", "td3", "ddpg", "crossq", "ppo"}
     assert not any(flags for several in typed.values() for flags in several)
     with pytest.raises(SystemExit, match="more --seconds"):
