@@ -11,7 +11,6 @@ best.pt and last.pt know their script, its arguments and the environment: nothin
 """
 
 import contextlib
-import importlib
 import importlib.util
 import io
 import json
@@ -102,6 +101,7 @@ def load(args: Args) -> dict[str, Any]:
     folder = Path(args.run_dir)
     if args.run_dir in DEMO and not any(folder.glob("*.*")):  # no run has this name
         folder = Path(__file__).with_name("demo") / DEMO[args.run_dir]
+    folder = folder / "best" if (folder / "best").is_dir() else folder  # of a population
     path = folder / f"{args.checkpoint}.pt"
     if not path.exists():
         if not (folder / "args.json").exists():

@@ -328,6 +328,8 @@ def test_flat_spaces_are_no_news(counting, capfd):
             ("'no_such_package' failed with ModuleNotFound", "PYTH"),
         ),
         ("silent:Silent-v0", {}, ("silent:Silent-v0: AssertionError: in assert 1 == 2",)),
+        ("counting:Counter-v0", {"render_mode": "rgb_array"}, ("cannot be drawn: it takes no",)),
+        ("ALE/Pong-v5", {}, ("pictures are not supported",)),
         ("Hoper", {}, ("unknown environment 'Hoper'", "Hopper")),
         ("LunarLander-v33", {}, ("unknown environment", "LunarLander-v3")),
     ],

@@ -253,7 +253,7 @@ def test_nodes_leave_and_join(tmp_path):
 def test_what_cannot_be_shared_is_one_sentence(tmp_path):
     run = Torchrun(tmp_path / "1", "--nproc-per-node 2", "--env CartPole --num-envs 5")
     run.finish(1)
-    said = "--num-envs is 5, for all learners; 2 learners can share a multiple of 2\n"
+    said = "--num-envs is 5; 2 learners can share a multiple of 2\n"
     assert said in run.text
 
 

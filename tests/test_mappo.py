@@ -276,8 +276,8 @@ def test_workers_and_play(tmp_path, capsys):
 
 def test_one_agent_or_several_is_one_sentence(tmp_path):
     for script, env, message in (
-        (mappo, "CartPole", r"--env CartPole has 1 agent\(s\), but mappo is for several agents"),
-        (ppo, "Spread", r"--env Spread has 3 agent\(s\), but ppo is for a single one"),
+        (mappo, "CartPole", "--env CartPole has one agent; ppo.py fits it"),
+        (ppo, "Spread", "--env Spread has several agents; mappo.py fits it"),
     ):
         with pytest.raises(UserError, match=message):
             script.train(script.Args(**TINY, env=env, run_dir=str(tmp_path / "none")))

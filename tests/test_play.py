@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -471,6 +472,14 @@ def test_a_policy_that_does_not_fit(altered, changes, message):
 def test_what_cannot_be_asked(runs, options, message):
     with pytest.raises(UserError, match=message):
         call(runs["CartPole"], **options)
+
+
+def test_a_population_is_its_best_agent(runs, tmp_path, capsys):
+    shutil.copytree(runs["CartPole"], tmp_path / "best")
+    call(tmp_path, episodes=2, json=True)
+    call(runs["CartPole"], episodes=2, json=True)
+    one, other = map(json.loads, capsys.readouterr().out.splitlines())
+    assert one["returns"] == other["returns"]
 
 
 def test_a_folder_without_a_policy(tmp_path):

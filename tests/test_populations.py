@@ -637,6 +637,7 @@ def test_mistakes_are_one_sentence(stand_in, tmp_path, capsys):
     fails("--k 0", "--k is 0; allowed is at least 1", program="tournament")
     fails("--cpus 0", "--cpus is 0.0; allowed is at least 0.01")
     fails("--total-steps 5 --period 6", "--period is 6; allowed is from 0 to 5")
+    fails("--period 999", "--period is 999, but a script collects 4096 steps at a time")
     fails("--eval-episodes 1", "--eval-episodes is 1; allowed is from 2")
     fails("--perturb speed", "--perturb is speed, but ppo.py has no such number")
     fails("--perturb seed", "--perturb is seed, but the population sets it itself")
@@ -646,7 +647,7 @@ def test_mistakes_are_one_sentence(stand_in, tmp_path, capsys):
     fails(f"--algo {stand_in}/other.py", "other.py, which has no Args, LIMITS and TUNED")
     fails("", "--total-steps stands after --, but the population sets it", "--total-steps 5")
     fails(known, "--gamma is 7.0; allowed is from 0 to 1", "--gamma 7")
-    fails("--cpus 1000", "--cpus is 1000 and --gpus 0; this machine has no room")
+    fails("--cpus 1000", "--cpus 1000 --gpus 0: no room for a run here")
     with mock.patch.dict(sys.modules, ray=None):
         advice = 'pip install -e ".[cluster]"'
         fails("--cluster auto", f"--cluster is auto, which needs Ray: {advice}")
@@ -656,7 +657,7 @@ def test_mistakes_are_one_sentence(stand_in, tmp_path, capsys):
     why = "losses/policy is nan at step 0: training stopped"
     said = f"generation 1 failed: exit status 1: {why}; mend it, and begin with another --root"
     fails(known, said, "--fails 100", tmp_path / "failing")
-    said = f"the first three segments failed, see {tmp_path}/third/failed: exit status 1: {why}"
+    said = f"the first three segments of {stand_in}/trainer.py failed, see {tmp_path}/third/failed"
     known = known.replace("--algo ", "--algos ").replace("agents 1", "agents 4")
     fails(known, said, "--fails 100", tmp_path / "third", "tournament")
 

@@ -443,7 +443,8 @@ def test_signals_to_the_whole_group(tmp_path):
         wait_for_pause(run)
         kill(run, number, group=True)
     for run, code in zip(runs, (130, 143, 130), strict=True):
-        assert "Stopped at step" in finish(run, code).out
+        ended = finish(run, code)
+        assert "Stopped at step" in ended.out and "died" not in ended.text
         assert load(run.dir)["run"]["step"] >= 2000
 
 
@@ -1103,7 +1104,7 @@ def test_bad_input_is_one_sentence(stopped, tmp_path):
         ("--total-steps many", "--total-steps", "many"),
         ("--device gpu", "--device", "gpu", "cuda"),
         ("--num-envs 2.5", "--num-envs", "2.5"),
-        (f"--resume {tmp_path}/nowhere", "--resume", "nowhere"),
+        (f"--resume {tmp_path}/nowhere", "--resume", "nowhere", "no run lies there"),
         (f"--resume {tmp_path}/file", "--resume", "file"),
         (f"--resume {tmp_path}/without", "--resume", "without"),
         (f"--resume {tmp_path}/torn", "--resume", "torn"),

@@ -65,6 +65,8 @@ def make(
     import gymnasium
 
     if ":" not in name and name not in gymnasium.registry:
+        if name.startswith("ALE/"):
+            raise ValueError(f"{name}: Atari's pictures are not supported, only numbers are")
         known = [*NAMES, *gymnasium.registry]
         by_lower_case = {known_name.lower(): known_name for known_name in known}
         nearest = difflib.get_close_matches(name.lower(), by_lower_case, n=4, cutoff=0.5)

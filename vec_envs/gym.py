@@ -261,6 +261,8 @@ def _probe(name: str, make_one: Callable[[], gymnasium.Env]) -> gymnasium.Env:
             raise ValueError(f'{name} needs Box2D: pip install "gymnasium[box2d]"') from error
         raise ValueError(f"{name} needs a package that is missing: {error}") from error
     except Exception as error:  # of its constructor, which is not ours
+        if isinstance(error, TypeError) and "'render_mode': 'rgb_array'" in str(error):
+            raise ValueError(f"{name} cannot be drawn: it takes no render_mode") from error
         raise ValueError(f"{name}: {in_words(error)}") from error
     if isinstance(env.action_space, Tuple) and isinstance(env.observation_space, Tuple):
         env.close()

@@ -43,7 +43,7 @@ class PopulationArgs:
     total_steps: int = 1_000_000
     """environment steps of an agent's whole training, which its schedules follow"""
     period: int = 0
-    """steps of a segment, after which agents are scored and selected (0: a tenth of the above)"""
+    """steps of a segment, after which agents are scored and selected (0: a tenth, or a rollout)"""
     agents: int = 8
     """how many are trained side by side, as far as there is room for them"""
     root: str = ""
@@ -278,10 +278,20 @@ def load_script(algo: str) -> ModuleType:
     return module
 
 
+def settings(algos: list[str], args: PopulationArgs, words: list[str]) -> tuple[dict, int]:
+    """{algo: its hyper-parameters}, and the steps of a segment, at least a rollout."""
+    found = {algo: hyperparameters(algo, args, words) for algo in algos}
+    least = max(rollout for _, rollout in found.values())
+    if 0 < args.period < least:
+        raise UserError(f"--period is {args.period}, but a script collects {least} steps at a time")
+    known = {algo: flags for algo, (flags, _) in found.items()}
+    return known, args.period or max(args.total_steps // 10, least)
+
+
 def hyperparameters(
     algo: str, args: PopulationArgs, words: list[str]
-) -> dict[str, tuple[float, tuple]]:
-    """{what differs by agent: (the first agent's value, its limits)}
+) -> tuple[dict[str, tuple[float, tuple]], int]:
+    """{what differs by agent: (the first agent's value, its limits)}, and the steps of a rollout.
 
     The value is the script's own for --env, unless `words` have another. Words that the script
     does not take end this program as they would end the script.
@@ -303,4 +313,5 @@ def hyperparameters(
         if flag(name) in OURS:
             raise UserError(f"--perturb is {name}, but the population sets it itself")
         found[name] = value, limits.get(name, (0, None))
-    return found
+    rollout = getattr(given, "num_steps", 1) * (getattr(given, "num_envs", 1) or 64)
+    return found, min(rollout, args.total_steps)

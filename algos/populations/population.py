@@ -25,13 +25,13 @@ from algos.populations.agents import (
     commit,
     descend,
     fuse,
-    hyperparameters,
     last_line,
     read_agent,
     read_score,
     save_agent,
     scaled,
     scoring,
+    settings,
     training,
 )
 from algos.populations.journal import Journal
@@ -53,15 +53,13 @@ class Population:
     def __init__(self, args: PopulationArgs, algos: list[str], words: list[str], program: str):
         check_args(args, {**LIMITS, "period": (0, args.total_steps)})
         self.args, self.algos, self.words, self.program = args, algos, words, program
-        self.period = args.period or max(1, args.total_steps // 10)
         self.root = Path(args.root or f"runs/{program}__{args.env.replace('/', '-')}")
         if args.cluster != "none":  # whose nodes work in other folders
             self.root = self.root.absolute()
-        self.hyperparameters = {algo: hyperparameters(algo, args, words) for algo in algos}
+        self.hyperparameters, self.period = settings(algos, args, words)
         self.pool = segments.connect(args.cluster, args.cpus, args.gpus, args.agents)
         if args.cluster == "none" and not self.pool.slots():
-            needs = f"--cpus is {args.cpus:g} and --gpus {args.gpus:g}"
-            raise UserError(f"{needs}; this machine has no room for a single run")
+            raise UserError(f"--cpus {args.cpus:g} --gpus {args.gpus:g}: no room for a run here")
         self.agents: dict[str, Agent] = {}
         self.flights: dict[str, Agent] = {}
         self.running: list[tuple[str, str]] = []  # (agent, part): "0" ... of its runs, or "score"
@@ -275,10 +273,12 @@ class Population:
             if os.strerror(errno.ENOSPC) in log.read_text(errors="replace"):  # not its own fault
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.replace(log, self.root / "failed" / f"{agent.id}.{log.name}")
-        facts = {"generation": agent.generation, "member": agent.member, "flags": agent.flags}
+        facts = {name: getattr(agent, name) for name in ("generation", "member", "flags", "script")}
         self._leave(agent.id, "failed", parent=agent.parent, why=why, **facts)
-        if not self.agents and len(self.journal.of("failed")) >= 3:
-            raise UserError(f"the first three segments failed, see {self.root}/failed: {why}")
+        failures = [x for x in self.journal.of("failed") if x.get("script") == agent.script]
+        if len(failures) > 2 and agent.script not in {one.script for one in self.agents.values()}:
+            why = f"see {self.root / 'failed'}: {why}"
+            raise UserError(f"the first three segments of {agent.script} failed, {why}")
 
     def _leave(self, name: str, event: str = "", **facts: Any) -> None:
         """An agent is not to be any more: it is published, or what `event` says."""

@@ -166,8 +166,7 @@ def learners_share(args: RunArgs, rank: int, learners: int, limits: dict[str, tu
         low = limits.get(name, (int(name == "num_envs"), None))[0]
         if value % learners or value // learners < low:
             several = f"a multiple of {learners}" + f", {low * learners} or more" * (low > 1)
-            all_of = f"{flag(name)} is {value}, for all learners"
-            raise UserError(f"{all_of}; {learners} learners can share {several}")
+            raise UserError(f"{flag(name)} is {value}; {learners} learners can share {several}")
         setattr(args, name, value // learners)
     here = int(os.environ["LOCAL_WORLD_SIZE"])
     args.env_threads = max(1, (args.env_threads or available_cores()) // here)
@@ -177,7 +176,8 @@ def learners_share(args: RunArgs, rank: int, learners: int, limits: dict[str, tu
 
 def saved_args(given: RunArgs, script: str) -> RunArgs:
     """The arguments in the folder given.resume; --pause-at and --total-steps may be given anew."""
-    path = Path(given.resume) / "args.json"
+    if not (path := Path(given.resume) / "args.json").exists():
+        raise UserError(f"--resume {given.resume}: no run lies there, for it has no {path.name}")
     try:
         content = json.loads(path.read_text())
         saved = type(given)(**content["args"]) if content["script"] == script else given

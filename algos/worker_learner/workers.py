@@ -80,7 +80,8 @@ class Child:
                     died = f"process died {MAX_RESTARTS + 1} times (exit code {code})"
                     raise UserError(f"{self.name} {died}") from None
                 self.restarts += 1
-                warn(f"a child process died ({self.name}, {code}); restarting it.")
+                if code != -signal.SIGTERM:  # which a whole group gets, when the run is to stop
+                    warn(f"a child process died ({self.name}, {code}); restarting it.")
                 self._start()
                 self.ask(self._question)
                 continue
@@ -157,9 +158,10 @@ class Workers:
             device = run.device if args.env_device == "same" else torch.device(args.env_device)
         self.envs = _make_envs(args, args.num_envs if here else 1, args.seed, device)
         if multi_agent != (self.envs.num_agents is not None):
-            wants = "several agents (Spread, SpeakerListener)" if multi_agent else "a single one"
-            has = f"has {self.envs.num_agents or 1} agent(s)"
-            raise UserError(f"--env {args.env} {has}, but {run.script} is for {wants}")
+            fits = (
+                "one agent; ppo.py fits it" if multi_agent else "several agents; mappo.py fits it"
+            )
+            raise UserError(f"--env {args.env} has {fits}")
         self.observation_space = self.envs.single_observation_space
         self.action_space = self.envs.single_action_space
         _check_actions(args.env, self.action_space, actions, multi_agent)
