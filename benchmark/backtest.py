@@ -336,6 +336,7 @@ def line(label: str, values: list[dict[str, float]]) -> str:
 
 def draw(file: str, accounts: list[Account], others: dict[str, Account]) -> None:
     try:
+        from matplotlib import colormaps
         from matplotlib.figure import Figure
     except ImportError:
         raise UserError('--figure needs matplotlib: pip install -e ".[plot]"') from None
@@ -350,7 +351,7 @@ def draw(file: str, accounts: list[Account], others: dict[str, Account]) -> None
     equity.set_ylabel("assets / capital")
     equity.legend(fontsize="small")
     below.set_ylabel("drawdown, percent")
-    held.stackplot(accounts[0].dates[1:], accounts[0].weights.T)
+    held.stackplot(accounts[0].dates[1:], accounts[0].weights.T, colors=colormaps["tab20"].colors)
     held.set(ylim=(0, 1), ylabel="holdings of run 1, parts of its assets")
     try:
         figure.savefig(file, dpi=120)
@@ -425,11 +426,13 @@ def main(options: Options) -> list[dict]:
             print(line(label, [metrics(account, year)]))
 
         luck = chance(np.stack([account.returns for account in (*own, *tried)], 1), equal)
+        overfit = f"probability of back-test overfitting {luck['overfitting']:.2f} (0.5 is chance)"
         print(
             f"\nof {len(own) + len(tried)} runs tried: deflated Sharpe ratio of the best "
             f"{luck['deflated']:.3f}, of its excess over equal weights "
-            f"{luck['deflated_excess']:.3f} (below 0.95 it may be luck); probability of back-test "
-            f"overfitting {luck['overfitting']:.2f} (0.5 is chance)"
+            f"{luck['deflated_excess']:.3f} (below 0.95 it may be luck)"
+            + f"; {overfit}"
+            * (not np.isnan(luck["overfitting"]))  # needs several runs
         )
         entries = [
             (p[0]["script"], p[0]["args"]["seed"], x, luck) for p, x in zip(runs, own, strict=True)

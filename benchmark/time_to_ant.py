@@ -11,7 +11,9 @@ best return, which is below the target.
 
 Ours are what somebody types. Theirs are PPO with what rl-baselines3-zoo has for Ant, the library's
 defaults (one environment) with observations and rewards normalised; the zoo has no other settings
-for SBX. CleanRL is missing: it requires a Python older than this project's.
+for SBX. CleanRL's PPO (`--contenders cleanrl --cleanrl-python .../bin/python`) wants a Python of
+3.10, with `pip install "cleanrl[mujoco]" "gymnasium==0.29.1" "numpy<2"`. It has no evaluation:
+the returns are those of its last ten training episodes, with the policy's noise, on Ant-v4.
 """
 
 import csv
@@ -33,7 +35,7 @@ import torch
 import tyro
 from returns import RESULTS, ROOT, append, commit
 
-PEERS = {"stable_baselines3": "Stable-Baselines3 PPO", "sbx": "SBX PPO"}
+PEERS = {"stable_baselines3": "Stable-Baselines3 PPO", "sbx": "SBX PPO", "cleanrl": "CleanRL PPO"}
 COLUMNS = ("date", "commit", "contender", "command", "seed", "target", "seconds", "steps", "return")
 COLUMNS += ("machine", "torch")
 
@@ -42,8 +44,10 @@ COLUMNS += ("machine", "torch")
 class Options:
     """Measure each contender once and append a row to results/time_to_ant.csv."""
 
-    contenders: list[str] = field(default_factory=lambda: ["ppo", "ppo_hterm", *PEERS])
-    """stable_baselines3, sbx, or scripts of algos/"""
+    contenders: list[str] = field(
+        default_factory=lambda: ["ppo", "ppo_hterm", "stable_baselines3", "sbx"]
+    )
+    """stable_baselines3, sbx, cleanrl, or scripts of algos/"""
     env: str = "Ant"
     """environment: a name of vec_envs/mujoco.py"""
     target: float = 5000
@@ -60,6 +64,8 @@ class Options:
     """folder of the CSV"""
     table: bool = False
     """print the CSV as Markdown and measure nothing"""
+    cleanrl_python: str = ""
+    """a Python that has CleanRL"""
     peer: str = ""
     """train this library until it is stopped: the process that the clock measures"""
     run_dir: Path = Path()
@@ -82,6 +88,25 @@ def train_peer(options: Options) -> None:
             mean, _ = evaluate_policy(model, score_envs, count)
             seconds = time.perf_counter() - start
             file.write(f"{model.num_timesteps},{seconds:.3f},eval/episodic_return,{mean:.8g}\n")
+
+
+def train_cleanrl(options: Options) -> None:
+    """CleanRL's own script; the mean of its last training episodes goes to metrics.csv."""
+    command = [options.cleanrl_python, "-u", "-m", "cleanrl.ppo_continuous_action", "--env-id"]
+    command += [f"{options.env}-v4", "--seed", str(options.seed)]
+    start, due, returns = time.perf_counter(), options.eval_every, []
+    with (
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=options.run_dir) as child,
+        open(options.run_dir / "metrics.csv", "w", buffering=1) as file,
+    ):
+        for line in child.stdout:
+            if found := re.match(r"global_step=(\d+), episodic_return=\[(.*)\]", line):
+                step, returns = int(found[1]), [*returns, float(found[2])][-options.eval_episodes :]
+                if step >= due:
+                    seconds, due = time.perf_counter() - start, due + options.eval_every
+                    mean = sum(returns) / len(returns)
+                    file.write(f"{step},{seconds:.3f},eval/episodic_return,{mean:.8g}\n")
+    sys.exit(child.returncode)
 
 
 def decisive(metrics: str, target: float) -> tuple[int, float]:
@@ -132,12 +157,15 @@ def measure(contender: str, options: Options, version: str) -> dict:
     program = "benchmark/time_to_ant.py" if contender in PEERS else f"algos/{contender}.py"
     if not (ROOT / program).exists():
         raise SystemExit(f"--contenders {contender}: allowed are {', '.join(PEERS)} and scripts")
+    if contender == "cleanrl" and not os.access(options.cleanrl_python, os.X_OK):
+        raise SystemExit(f"--cleanrl-python {options.cleanrl_python!r} is not a program")
     command = [program, *(["--peer", contender] if contender in PEERS else [])]
     for name in ("env", "seed", "eval_every", "eval_episodes"):
         command += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
     print(shlex.join(["python", *command]), flush=True)
     with tempfile.TemporaryDirectory() as folder:
         whole = [sys.executable, *command, "--run-dir", folder]
+        whole += ["--cleanrl-python", options.cleanrl_python] if contender == "cleanrl" else []
         metrics = Path(folder) / "metrics.csv"
         seconds, steps, score = race(whole, metrics, options.target, options.limit)
     cpu = next((x for x in open("/proc/cpuinfo") if "model name" in x), platform.processor())
@@ -177,4 +205,4 @@ def main(options: Options) -> None:
 
 if __name__ == "__main__":
     options = tyro.cli(Options)
-    (train_peer if options.peer else main)(options)
+    {"": main, "cleanrl": train_cleanrl}.get(options.peer, train_peer)(options)
