@@ -70,7 +70,7 @@ class Args(TransitionArgs):
     exploration_fraction: float = 0.2
     """part of the run during which H̄ falls from the paper's 0.98 to that"""
     exploration_length: float = 1.0
-    """L: for how many steps an action is taken, in the mean, where π is uniform (1: drawn anew)"""
+    """L: mean number of steps that an action is repeated where π is uniform (1: never repeated)"""
     initial_temperature: float = 0.2
     """α in the beginning"""
     hidden_size: int = 128

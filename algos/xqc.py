@@ -13,9 +13,9 @@ returns z_1 ... z_K: Q_i = Σ_k z_k p_ik. With p' those of the critic whose Q_i(
 What differs from crossq.py: `critic_loss`, `project`: cross-entropy has a bounded gradient. As
 `BatchNorm` follows each hidden layer, only the direction of weights counts; `normalize_weights`
 keeps a step's angle at what the learning rate sets: 3e-4 (1e-3), annealed to a tenth, β₁ 0.9 (0.5).
-Rewards are divided by σ, the deviation of their return, and cut at ±10; z is −5 to 5. Four hidden
-layers; α begins at 0.01, H̄ is −dim(A)/2. Not as in the paper: no target networks, 1 update a step
-(2), 256 units (512), four environments, γ = 0.99 (1 − 5/T); BatchNorm's constants are guesses.
+Rewards (n-step sums) are divided by σ, the deviation of their return, and cut at ±10; z is −5 to 5.
+Four hidden layers; α begins at 0.01, H̄ is −dim(A)/2. Unlike the paper: no target networks, 1 update
+a step (2), 256 units (512), 4 environments, γ = 0.99 (1 − 5/T); BatchNorm's constants are guesses.
 """
 
 import math
@@ -262,8 +262,8 @@ def train(args: Args) -> Result:
     workers = Workers(run, collect, "bounded", ahead=True)  # ahead: they collect during updates
     agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
     actor_parameters = [*agent.actor.parameters(), agent.log_temperature]
-    critic_optimizer = torch.optim.Adam(agent.critics.parameters(), fused=True)
-    actor_optimizer = torch.optim.Adam(actor_parameters, fused=True)
+    critic_optimizer = torch.optim.Adam(agent.critics.parameters(), args.learning_rate, fused=True)
+    actor_optimizer = torch.optim.Adam(actor_parameters, args.learning_rate, fused=True)
     optimizers = critic_optimizer, actor_optimizer
     loss_functions = run.compile(critic_loss, actor_loss)
     replay = ReplayBuffer(run, workers.start(agent, args.num_steps), args.buffer_size)

@@ -29,11 +29,13 @@ def test_gradient_steps_of_a_run(args, steps):
 
 def test_auto_compiles_where_it_pays(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/" + name)
-    assert engine.choose_compile(sac.Args(num_envs=4), "cpu") == "default"
-    assert engine.choose_compile(sac.Args(num_envs=4, total_steps=10_000), "cpu") == "none"
-    assert engine.choose_compile(sac.Args(num_envs=4, total_steps=10_000), "cuda") == "default"
+    assert engine.choose_compile(sac.Args(num_envs=4), "cpu", False) == "default"
+    assert engine.choose_compile(sac.Args(num_envs=4, total_steps=10_000), "cpu", False) == "none"
+    assert (
+        engine.choose_compile(sac.Args(num_envs=4, total_steps=10_000), "cuda", False) == "default"
+    )
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    assert engine.choose_compile(sac.Args(num_envs=4), "cpu") == "none"
+    assert engine.choose_compile(sac.Args(num_envs=4), "cpu", False) == "none"
 
 
 @pytest.mark.parametrize(("limit", "most"), [("1", 1), ("", 6), ("3,1", 3), ("64", 6)])
@@ -52,6 +54,6 @@ def test_without_a_compiler(monkeypatch, capsys):
     """A new run says so; one that began with a compiler goes on without, for it takes no flag."""
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(UserError, match="--compile is default, which needs a C\\+\\+ compiler"):
-        engine.choose_compile(sac.Args(compile="default"), "cpu")
-    assert engine.choose_compile(sac.Args(compile="default", resume="runs/x"), "cpu") == "none"
+        engine.choose_compile(sac.Args(compile="default"), "cpu", False)
+    assert engine.choose_compile(sac.Args(compile="default"), "cpu", True) == "none"
     assert "without compilation" in capsys.readouterr().out

@@ -362,6 +362,8 @@ def test_fusion_is_the_true_mean(tmp_path):
     assert torch.equal(fused["run"]["random"][0], first["run"]["random"][0])
     policy = torch.load(tmp_path / "fused" / "last.pt", weights_only=True)
     assert policy["agent"]["weight"].tolist() == [3, 3]
+    (runs[1] / "last.pt").write_bytes(b"torn")
+    assert "is damaged" in fuse(runs, tmp_path / "again") and not (tmp_path / "again").exists()
 
 
 def test_a_descendant_has_other_random_numbers_and_its_own_learning_rate(tmp_path):

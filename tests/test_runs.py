@@ -33,6 +33,7 @@ import torch
 import vec_envs
 from algos import ppo, sac
 from algos.worker_learner import Run, UserError, Workers, files, workers
+from algos.worker_learner import run as run_module
 from algos.worker_learner.arguments import saved_args
 from algos.worker_learner.files import load_checked
 from algos.worker_learner.run import PAUSED
@@ -828,14 +829,15 @@ def test_full_disk_does_not_stop_training(tmp_path):
     kill(interrupted, signal.SIGINT)
     assert ", which could not be saved" in finish(interrupted, 130).out
     said = full.process.communicate(timeout=PATIENCE)[0].decode()
-    finish(full)
+    finish(full, 1)
     assert "Traceback" not in said and "Done: 6016 steps" in said, said
+    assert "Stopped at step 6016, which could not be saved" in said
     for name in ("checkpoint.pt", "last.pt", "metrics.csv", "TensorBoard"):
         assert said.count(f"Warning: {name}") == 1, said
     metrics_step = max(row[0] for row in metrics(full.dir))  # evaluations come later
     assert 2000 <= metrics_step < 2500
 
-    ended = finish(tight)
+    ended = finish(tight, 1)
     assert ended.text.count("Warning") == ended.text.count("Warning: checkpoint.pt") == 1
     for run in (tight, full):
         assert load_checked(run.dir / "checkpoint.pt")[1] == ""
@@ -867,10 +869,10 @@ def test_full_file_system_and_vanished_folder(tmp_path):
         wait_for_pause(vanished)
         vanished.dir.rename(tmp_path / "elsewhere")
         go_on(vanished)
-        assert "Done: 6016 steps" in finish(vanished).out
+        assert "Done: 6016 steps" in finish(vanished, 1).out
         if not mounted:
             pytest.skip("needs the right to mount a tmpfs")
-        finish(run)
+        finish(run, 1)
         assert load_checked(run.dir / "checkpoint.pt")[1] == ""
         (disk / "ballast").unlink()
         finish(resume(run.dir))
@@ -878,6 +880,41 @@ def test_full_file_system_and_vanished_folder(tmp_path):
     finally:
         if mounted:
             subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+def test_what_is_saved_first_is_never_the_older(tmp_path, monkeypatch):
+    """A run that is killed as it pauses has last.pt, which a population scores, or comes again."""
+    order = []
+    monkeypatch.setattr(run_module, "save", lambda content, path, *more: order.append(path.name))
+    monkeypatch.setattr(sys, "argv", ["ppo.py"])
+    sizes = {"num_envs": 2, "num_steps": 8, "total_steps": 32, "pause_at": 16, "device": "cpu"}
+    with pytest.raises(SystemExit, match="3"):
+        ppo.train(ppo.Args(env="CartPole", **sizes, run_dir=str(tmp_path)))
+    assert order == ["args.json", "last.pt", "checkpoint.pt"]
+
+
+def test_a_resumed_run_goes_on_where_no_compiler_is(tmp_path, monkeypatch, capsys):
+    sizes = {"num_envs": 2, "num_steps": 8, "total_steps": 32, "device": "cpu"}
+    monkeypatch.setattr(sys, "argv", ["ppo.py"])
+    with pytest.raises(SystemExit, match="3"):
+        ppo.train(ppo.Args(env="CartPole", **sizes, pause_at=16, run_dir=str(tmp_path)))
+    saved = json.loads((tmp_path / "args.json").read_text())
+    saved["args"]["compile"] = "default"
+    (tmp_path / "args.json").write_text(json.dumps(saved))
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert ppo.train(ppo.Args(env="CartPole", resume=str(tmp_path))).step == 32
+    assert "goes on without compilation" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_loaded_checkpoint_is_not_kept_open(stopped, tmp_path):
+    """Adam takes the tensors that it is given: of a mapped file, they would keep it on the disk."""
+    path = copy_of(stopped, tmp_path / "run") / "checkpoint.pt"
+    saved = files.read_checkpoint(path)
+    moments = saved["optimizer"]
+    assert str(path) in Path("/proc/self/maps").read_text()
+    del saved
+    assert moments["state"] and str(path) not in Path("/proc/self/maps").read_text()
 
 
 # NaN.

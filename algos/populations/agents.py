@@ -135,21 +135,21 @@ def descend(parent: Path, folder: Path, flags: dict[str, float], seed: int) -> N
     started["args"] |= {**flags, "seed": seed, "run_dir": str(folder), "pause_at": 0}
     left = shutil.ignore_patterns("checkpoint*", "best.pt", "last.pt", "agent.json", "*.png")
     temporary = _copy(parent, folder, left)
-    torch.save(content, temporary / "checkpoint.pt")
-    (temporary / "args.json").write_text(json.dumps(started, indent=2) + "\n")
+    files.save(content, temporary / "checkpoint.pt")
+    files.save(json.dumps(started, indent=2) + "\n", temporary / "args.json")
     temporary.rename(folder)
 
 
-def fuse(runs: list[Path], folder: Path) -> None:
+def fuse(runs: list[Path], folder: Path) -> str:
     """A run folder like the first of `runs`, with the mean of networks and optimizer moments.
 
     Of the first run alone: counters, random numbers, environments, replay buffer and memory, of
-    which there is no mean, and what is not a number with a fraction.
+    which there is no mean, and what is not a number with a fraction. Returns what is wrong, or "".
     """
     contents = [files.load_checked(run / "checkpoint.pt")[0] for run in runs]
     policies = [files.load_checked(run / "last.pt")[0] for run in runs]
     if any(content is None for content in (*contents, *policies)):
-        raise ValueError(f"a checkpoint in {runs[0].parent} is damaged")
+        return f"a checkpoint in {runs[0].parent} is damaged"
     averaged = [k for k in contents[0] if k in ("agent", "target") or k.endswith("optimizer")]
     for key in averaged:
         contents[0][key] = _mean([content[key] for content in contents])
@@ -158,6 +158,7 @@ def fuse(runs: list[Path], folder: Path) -> None:
     files.save(contents[0], temporary / "checkpoint.pt")
     files.save(policies[0], temporary / "last.pt")
     temporary.rename(folder)
+    return ""
 
 
 def _copy(run: Path, folder: Path, left: Any) -> Path:

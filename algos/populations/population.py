@@ -248,11 +248,11 @@ class Population:
             return self._fail(agent, f"exit status {status}: {last_line(folder)}")
         self._trained.setdefault(name, set()).add(part)
         if agent.fuse > 1 and part != "score":
-            if len(self._trained[name]) == agent.fuse:
-                fuse([folder / f"run{k}" for k in range(agent.fuse)], folder / "fused")
+            runs = [folder / f"run{k}" for k in range(agent.fuse)]
+            if len(self._trained[name]) == agent.fuse and (wrong := fuse(runs, folder / "fused")):
+                return self._fail(agent, wrong)
             return None
-        facts = read_score(folder / "score.json")
-        if facts is None:
+        if (facts := read_score(folder / "score.json")) is None:
             return self._fail(agent, "its returns are not finite numbers")
         run = folder / ("fused" if agent.fuse > 1 else "run0")
         return self._publish(dataclasses.replace(agent, **facts, published=time.time()), run)
@@ -391,7 +391,7 @@ def _ending(population: Population) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        tell("\nStopping: running segments save their checkpoints. The same command goes on.")
+        tell("\nStopping: segments save (a cluster's do not). The same command goes on.")
         population.close(gently=True)
         raise
     except OSError as error:

@@ -24,7 +24,7 @@ WORTH_COMPILING = 15_000  # gradient steps: ten seconds of compiling, about a mi
 LONGEST_COMPILED = 16  # steps of a rollout, which the compiler writes out one after another
 
 
-def choose_compile(args: Any, device: str) -> str:
+def choose_compile(args: Any, device: str, resumed: bool) -> str:
     """--compile, and what `auto` is here: `default` where it repays the time that it takes."""
     compiler = any(map(shutil.which, (os.environ.get("CXX", "c++"), "g++", "clang++")))
     if args.compile == "auto":
@@ -33,7 +33,7 @@ def choose_compile(args: Any, device: str) -> str:
     if args.compile == "graphs" and device == "cpu":
         raise UserError("--compile is graphs, which needs --device cuda; use default")
     if args.compile != "none" and not compiler:
-        if args.resume:
+        if resumed:
             tell("Not exact: there is no C++ compiler here; the run goes on without compilation.")
             return "none"
         raise UserError(f"--compile is {args.compile}, which needs a C++ compiler; use none")
@@ -82,8 +82,8 @@ def prepare(args: Any, world_size: int) -> None:
         torch.cuda.set_device(index)
     torch.set_num_threads(args.torch_threads)
     torch.set_flush_denormal(True)  # Adam's moments of dead units; such small numbers are slow
-    # Tensors of a megabyte, made anew in each update, are else new pages from the kernel each time:
-    # a good part of the time of redq.py's update.
+    # Otherwise glibc returns each large tensor's memory to the kernel and asks for new pages in the
+    # next update: a good part of the time of redq.py's.
     if sys.platform == "linux":
         with contextlib.suppress(AttributeError):
             mallopt, trim_threshold, mmap_threshold = ctypes.CDLL(None).mallopt, -1, -3

@@ -1,6 +1,7 @@
 """What is in a run folder: its lock, metrics.csv, TensorBoard's file, checkpoints."""
 
 import contextlib
+import copy
 import fcntl
 import os
 import socket
@@ -173,6 +174,8 @@ def read_checkpoint(path: Path, now: dict[str, Any] | None = None) -> dict[str, 
             problem = wrong
             warn(f"{name} is damaged ({wrong}); trying the one before.")
         elif all(content["run"][key] == now[key] for key in ("step", "world_size") if now):
+            for key in [key for key in content if "param_groups" in content[key]]:
+                content[key] = copy.deepcopy(content[key])  # else Adam's moments stay in the file
             if name != path:  # lest the next save replace it, and leave a worse one
                 os.replace(name, path)
             return content
@@ -191,4 +194,4 @@ def what_fits(thing: Any, saved: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(thing, nn.Module):
         return saved
     now = thing.state_dict()
-    return {k: x if x.shape == now[k].shape else now[k] for k, x in saved.items()}
+    return {k: now[k] if k in now and x.shape != now[k].shape else x for k, x in saved.items()}

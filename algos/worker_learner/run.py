@@ -60,7 +60,7 @@ class Run:
         self.resumed = bool(args.resume)
         args = arguments.saved_args(args, self.script) if self.resumed else args
         self._whole_args = args = arguments.resolve(args, self.script, limits)
-        args.compile = engine.choose_compile(args, args.device)
+        args.compile = engine.choose_compile(args, args.device, self.resumed)
         args.torch_threads = engine.choose_threads(args)
         self.args = args = arguments.learners_share(args, self.rank, self.world_size, limits)
         self.dir, self.device = Path(args.run_dir), torch.device(args.device)
@@ -109,7 +109,7 @@ class Run:
         except BaseException as error:
             self.close()
             if isinstance(error, OSError):
-                raise UserError(f"--run-dir {self.dir}: {error.strerror}") from None
+                raise UserError(f"--run-dir {self.dir}: {error.strerror or error}") from None
             raise
         for step, weights in pending:
             self._evaluator.submit(step, files.what_fits(agent, weights))
@@ -171,8 +171,9 @@ class Run:
     def evaluate(self, step: int) -> None:
         """Hand the present policy to the evaluator if one is due; log what it has found by now."""
         every = self.args.eval_every  # self.step: that of the iteration before
-        if every and step // every > self.step // every and step < self.args.total_steps:
-            self._submit(step)
+        due = every and step // every > self.step // every and step < self.args.total_steps
+        if due and self.rank == 0:
+            self._evaluator.submit(step, snapshot(self._state["agent"]))
         self._collect_evaluations()
 
     def checkpoint(self, step: int) -> None:
@@ -189,18 +190,18 @@ class Run:
     def finish(self, step: int) -> Result:
         """Last checkpoint and evaluation, learning_curve.png, a summary."""
         self.step = step
-        self._save()
+        saved = self._save()
         learners.leave_learners()
         episodes, seconds = self.args.eval_episodes, self.seconds
         if self.rank == 0:
-            self._submit(step)
+            self._evaluator.submit(step, snapshot(self._state["agent"]))
             tell(f"Evaluating the last policy over {episodes} episodes ...")
             while self._evaluator.pending:
                 self._collect_evaluations(wait=0.2)
                 if self._stop_signal:
                     self.checkpoint(step)
             self._began = time.perf_counter() - seconds  # to wait is not to train
-            self._save()  # the evaluations it waited for are no longer pending
+            saved = self._save()  # the evaluations it waited for are no longer pending
             quietly("learning_curve.png", plot, self.dir, f"{self.script} on {self.args.env}")
         self.close()
         play = command_line(os.path.relpath(self._path.with_name("play.py")), str(self.dir))
@@ -209,6 +210,8 @@ class Run:
             f"episodes: last {self.last_return:.1f}, best {self.best_return:.1f}.\n"
             f"{compare_returns(self._state['workers'].envs)}Score, watch or film it: {play}"
         )
+        if not saved:
+            self._exit(1, saved)
         return Result(self.dir, step, seconds, self.last_return, self.best_return)
 
     def close(self) -> None:
@@ -254,10 +257,6 @@ class Run:
         command = command_line(*script, "--resume", str(self.dir))
         tell(f"\nStopped at step {self.step}{but}. Go on with:\n    {command}")
         raise SystemExit(status)
-
-    def _submit(self, step: int) -> None:
-        if self.rank == 0:
-            self._evaluator.submit(step, snapshot(self._state["agent"]))
 
     def _collect_evaluations(self, wait: float = 0.0) -> None:
         try:
@@ -338,15 +337,14 @@ class Run:
             return saved
         largest_over_learners(0)
         content["pending_evaluations"] = list(self._evaluator.pending)
-        saved = quietly(self._file.name, save, content, self._file, True)
-        weights = snapshot(self._state["agent"])
-        self._save_policy("last.pt", self.step, self.last_return, weights)
-        return saved
+        weights = snapshot(self._state["agent"])  # first: a run that is killed now comes here again
+        saved = self._save_policy("last.pt", self.step, self.last_return, weights)
+        return quietly(self._file.name, save, content, self._file, True) and saved
 
-    def _save_policy(self, name: str, step: int, mean_return: float, weights: dict) -> None:
+    def _save_policy(self, name: str, step: int, mean_return: float, weights: dict) -> bool:
         content = {"script": self.script, "args": dataclasses.asdict(self.args), "step": step}
         content |= {"return": mean_return, "agent": weights}
-        quietly(name, save, content, self.dir / name)
+        return quietly(name, save, content, self.dir / name)
 
     def _load_state(self) -> list[tuple[int, dict]]:
         """Put back what is saved, or begin all with learner 0's weights -> pending evaluations.
@@ -366,27 +364,27 @@ class Run:
             content = {}
             if self.rank == 0:
                 content = {k: saved[k] if saved else snapshot(x) for k, x in state.items()}
-            for name, x in from_learner_0(content).items():
-                state[name].load_state_dict(files.what_fits(state[name], x))
+            content = from_learner_0(content)
+            content = {name: files.what_fits(x, content[name]) for name, x in state.items()}
+            self._put_back(state, content, now)
             if now:
-                self._load_own(now)
                 torch.manual_seed(self.args.seed + self.step)
                 self._state["workers"].go_on = False
                 why = f"{now['world_size']} learner(s) saved, now there are {self.world_size}"
                 tell(f"Not exact: {why}, or a file is missing. Replay buffers fill anew.")
             return saved["pending_evaluations"] if saved and self.rank == 0 else []
+        self._put_back(self._state, saved, saved["run"])
+        return saved.get("pending_evaluations", [])
+
+    def _put_back(self, state: dict[str, Any], saved: dict, own: dict[str, Any] | None) -> None:
         try:
-            for name, thing in self._state.items():
+            for name, thing in state.items():
                 thing.load_state_dict(saved[name])
-            self._load_own(saved["run"])
+            for name in OWN if own else ():
+                setattr(self, name, own[name])
+            for put, numbers in zip(PUT_RANDOM, own["random"] if own else (), strict=False):
+                put(numbers)
         except (RuntimeError, LookupError, ValueError, TypeError) as error:
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
             misfit = f"{self._file.name} does not fit args.json and {self.script}.py ({reason})"
             raise UserError(f"--resume {self.dir}: {misfit}") from None
-        return saved.get("pending_evaluations", [])
-
-    def _load_own(self, saved: dict[str, Any]) -> None:
-        for name in OWN:
-            setattr(self, name, saved[name])
-        for put, state in zip(PUT_RANDOM, saved["random"], strict=False):
-            put(state)

@@ -9,7 +9,7 @@ command holds a run already, that run goes on: a segment may be killed and start
     start(name, commands)   begin one
     wait(seconds)           {name: exit status} of those that ended; after the first one, or in time
     stop(name)              end one at once; wait() does not report it
-    close(gently)           end all; gently: SIGTERM first, at which a run saves a checkpoint
+    close(gently)           end all; gently: here SIGTERM first, at which a run saves a checkpoint
 """
 
 import contextlib

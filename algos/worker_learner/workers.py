@@ -120,8 +120,9 @@ def die_with_parent() -> None:
 
 
 def shared(agent: nn.Module, tensors: dict, what: str) -> tuple[nn.Module, dict[str, Tensor]]:
-    """Copies that several processes see. UserError if there is no room, as in Docker's 64 MB:
-    else to allocate succeeds, and the kernel kills the first process that writes there.
+    """Copies that several processes see. UserError if there is no room, as in Docker's 64 MB.
+
+    Without this check the allocation succeeds, and the kernel kills who writes there first.
     """
     needed = sum(x.nbytes for x in (*agent.state_dict().values(), *tensors.values()))
     if os.path.isdir(SHARED_MEMORY) and needed > (free := shutil.disk_usage(SHARED_MEMORY).free):
@@ -158,10 +159,8 @@ class Workers:
             device = run.device if args.env_device == "same" else torch.device(args.env_device)
         self.envs = _make_envs(args, args.num_envs if here else 1, args.seed, device)
         if multi_agent != (self.envs.num_agents is not None):
-            fits = (
-                "one agent; ppo.py fits it" if multi_agent else "several agents; mappo.py fits it"
-            )
-            raise UserError(f"--env {args.env} has {fits}")
+            has, fit = ("one agent", "ppo.py") if multi_agent else ("several agents", "mappo.py")
+            raise UserError(f"--env {args.env} has {has}; {fit} fits it")
         self.observation_space = self.envs.single_observation_space
         self.action_space = self.envs.single_action_space
         _check_actions(args.env, self.action_space, actions, multi_agent)
@@ -302,6 +301,7 @@ class Evaluator:
         self._agent, _ = shared(agent, {}, "the evaluator")
         self._child = Child("the evaluator", _evaluator_main, self._agent, args)
         self.pending: list[tuple[int, dict[str, Tensor]]] = []  # (step, weights): scored, waiting
+        self.close = self._child.close
 
     def submit(self, step: int, weights: dict[str, Tensor]) -> None:
         if step not in (pending for pending, _ in self.pending):
@@ -322,9 +322,6 @@ class Evaluator:
         step, weights = self.pending[0]
         self._agent.load_state_dict(weights)
         self._child.ask(step)
-
-    def close(self) -> None:
-        self._child.close()
 
 
 def _evaluator_main(pipe, restarts, agent, args) -> None:
