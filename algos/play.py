@@ -59,8 +59,7 @@ class Args:
     json: bool = False
     """print the scores as one JSON object and nothing else"""
     video: str = ""
-    """film the best of three episodes into this .mp4 or .gif file (.png: the end of one;
-    StockTrading: its assets)"""
+    """film the best of three episodes into this .mp4 or .gif file (.png: the end of one)"""
     seconds: float = 10.0
     """of the film, at most"""
     width: int = 0
@@ -105,7 +104,8 @@ def load(args: Args) -> dict[str, Any]:
     path = folder / f"{args.checkpoint}.pt"
     if not path.exists():
         if not (folder / "args.json").exists():
-            raise UserError(f"{folder} is not the folder of a run: there is no args.json in it")
+            known = f"; demos are {' and '.join(DEMO)}" * args.run_dir.startswith("demo")
+            raise UserError(f"{folder} is not the folder of a run: no args.json is in it{known}")
         advice = "; try --checkpoint last" * (folder / "last.pt").exists()
         raise UserError(f"{folder} has no {path.name} yet: no evaluation has ended{advice}")
     saved, problem = load_checked(path)
@@ -233,7 +233,7 @@ def still(args: Args, agent: nn.Module, env: vec_envs.VecEnv) -> None:
             picture = draw(env)
     env.close()
     imageio.imwrite(args.video, picture)
-    print(f"{args.video}: a picture at the end of the episode")
+    print(f"{args.video}: a picture before the last step of the episode")
 
 
 def show(args: Args, saved: dict) -> None:

@@ -426,9 +426,10 @@ def main(options: Options) -> list[dict]:
             print(line(label, [metrics(account, year)]))
 
         luck = chance(np.stack([account.returns for account in (*own, *tried)], 1), equal)
+        count = len(own) + len(tried)
         overfit = f"probability of back-test overfitting {luck['overfitting']:.2f} (0.5 is chance)"
         print(
-            f"\nof {len(own) + len(tried)} runs tried: deflated Sharpe ratio of the best "
+            f"\nof {count} run{'s' * (count > 1)} tried: deflated Sharpe ratio of the best "
             f"{luck['deflated']:.3f}, of its excess over equal weights "
             f"{luck['deflated_excess']:.3f} (below 0.95 it may be luck)"
             + f"; {overfit}"

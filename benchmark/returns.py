@@ -144,7 +144,7 @@ def train(options: Options, flags: list[str], seed: int, version: str) -> None:
     note = run_dir / "finished.json"  # what returns.csv says of it: this run is not repeated
     if note.exists():
         begun_at(run_dir, command)
-        return
+        return print(f"{run_dir} is finished, and its row was written then", flush=True)
     if not finish(command, run_dir, version):
         return
     curve = evaluations(run_dir)

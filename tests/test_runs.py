@@ -906,6 +906,13 @@ def test_a_resumed_run_goes_on_where_no_compiler_is(tmp_path, monkeypatch, capsy
     assert "goes on without compilation" in capsys.readouterr().out
 
 
+def test_a_limit_of_evaluations_is_said(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(workers, "LONGEST_EVALUATION", 400)  # CartPole's own is 500
+    sizes = {"num_envs": 2, "num_steps": 8, "total_steps": 16, "device": "cpu"}
+    ppo.train(ppo.Args(env="CartPole", **sizes, run_dir=str(tmp_path)))
+    assert "CartPole has no time limit: scores are of 400 steps." in capsys.readouterr().out
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_loaded_checkpoint_is_not_kept_open(stopped, tmp_path):
     """Adam takes the tensors that it is given: of a mapped file, they would keep it on the disk."""
@@ -1071,7 +1078,7 @@ def test_the_speed_is_that_after_the_first_update(monkeypatch):
     Run.log(run, 2000, {"critic": torch.tensor(1.0)})
     run.training_return = 5.0
     Run.log(run, 3000, {"critic": torch.tensor(1.0)})
-    assert written == [None, None, 100] and shown == ["return 5"]
+    assert written == [None, None, 100] and shown == ["training return 5"]
 
 
 def test_only_a_full_disk_is_a_warning(tmp_path, capsys):

@@ -271,7 +271,7 @@ class VecEnv(VectorEnv):
 
     def render(self, index: int = 0) -> Any:
         """An RGB picture (height, width, 3) uint8 of env number `index`."""
-        raise NotImplementedError(f"{self.name} has no picture")
+        raise NotImplementedError(f"{type(self).__name__} has no method render")
 
     def uniform(
         self, low: float, high: float, *shape: int, dtype: torch.dtype = torch.float32

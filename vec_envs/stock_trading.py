@@ -253,6 +253,7 @@ class StockTrading(VecEnv):
 
         Needs matplotlib (the extra `plot`).
         """
+        from matplotlib import colormaps
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
 
@@ -271,7 +272,7 @@ class StockTrading(VecEnv):
         top.plot(self.dates[rows], (prices / prices[0]).mean(1), label="buy and hold")
         top.set_ylabel("assets / capital")
         top.legend(loc="upper left")
-        bottom.stackplot(self.dates[rows], held.T)
+        bottom.stackplot(self.dates[rows], held.T, colors=colormaps["tab20"].colors)
         bottom.set_ylim(0, 1)
         bottom.set_ylabel("part in each stock")
         figure.autofmt_xdate()

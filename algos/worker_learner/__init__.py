@@ -10,8 +10,7 @@
     rollout = workers.start(agent, args.num_steps)
         starts the processes; `rollout` still holds zeros, tensors (num_steps, num_envs, ...)
     replay = ReplayBuffer(run, rollout, args.buffer_size)    # where the algorithm has one
-    loss = run.compile(loss)
-        the same function, compiled as --compile says
+    loss = run.compile(loss)                   # the same function, compiled as --compile says
     step = run.start(agent=agent, optimizer=optimizer, workers=workers)
         makes the run folder, or after --resume puts back what it holds; starts the evaluator
     while step < args.total_steps:
@@ -22,8 +21,7 @@
         run.log(step, losses)                  # metrics.csv and TensorBoard; UserError at NaN
         run.evaluate(step)                     # if due, in the evaluator's process
         run.checkpoint(step)                   # if due, at --pause-at, at Ctrl-C or SIGTERM
-    return run.finish(step)
-        last checkpoint and evaluation, a summary; ends the processes
+    return run.finish(step)                    # the last save and evaluation, a summary
 
 `agent` is an `nn.Module` whose `forward` is the deterministic policy: raw observation in, action of
 the environment out. Weights and trajectories cross process borders in shared memory; the pipes

@@ -96,8 +96,7 @@ def plot(folder: Path, title: str) -> None:
         from matplotlib import figure, ticker
     except ImportError:
         return
-    picture = figure.Figure(figsize=(7, 4))
-    axes = picture.subplots()
+    axes = figure.Figure(figsize=(7, 4)).subplots()
     axes.xaxis.set_major_formatter(ticker.EngFormatter())
     rows = [line.split(",") for line in (folder / "metrics.csv").read_text().split()]
     for tag, style, label in (
@@ -108,7 +107,7 @@ def plot(folder: Path, title: str) -> None:
         axes.plot(*zip(*points, strict=True) if points else ([], []), style, label=label)
     axes.set(title=title, xlabel="steps", ylabel="return")
     axes.legend(loc="lower right")
-    picture.savefig(folder / "learning_curve.png")
+    axes.figure.savefig(folder / "learning_curve.png")
 
 
 def quietly(what: str, function: Callable, *arguments: Any, **options: Any) -> bool:

@@ -18,7 +18,7 @@ from torch import Tensor, distributed, nn
 from tqdm import tqdm
 
 import vec_envs
-from algos.worker_learner import arguments, engine, files, learners
+from algos.worker_learner import arguments, engine, files, learners, workers
 from algos.worker_learner.arguments import RunArgs, UserError, command_line, tell, to_terminal
 from algos.worker_learner.files import Log, plot, quietly, read_checkpoint, save, snapshot
 from algos.worker_learner.learners import from_learner_0, largest_over_learners, mean_over_learners
@@ -151,8 +151,9 @@ class Run:
             self._warm = (step, self.seconds)
         self._write(step, "", metrics)
         shown = self.training_return if math.isnan(self.last_return) else self.last_return
+        which = "training return" if math.isnan(self.last_return) else "evaluation"
         if not math.isnan(shown):
-            self._bar.set_postfix_str(f"return {shown:.0f}", refresh=False)
+            self._bar.set_postfix_str(f"{which} {shown:.5g}", refresh=False)
         to_terminal(self._bar.update, min(step, self.args.total_steps) - self._bar.n)
 
     def log_episodes(self, step: int, batch: dict[str, Tensor]) -> None:
@@ -306,6 +307,8 @@ class Run:
             f"{f'Resumed at step {self.step} in' if self.resumed else 'Run folder'} {self.dir}"
             f"   (curves: tensorboard --logdir {self.dir.parent})"
         )
+        if self._state["workers"].envs.max_episode_steps > workers.LONGEST_EVALUATION:
+            tell(f"{args.env} has no time limit: scores are of {workers.LONGEST_EVALUATION} steps.")
 
     # Files.
 

@@ -363,7 +363,7 @@ def _make_envs(args: RunArgs, num_envs: int, seed: int, device: Any = "cpu") -> 
     try:
         return vec_envs.make(args.env, num_envs, device, seed, args.env_threads)
     except ValueError as error:
-        raise UserError(f"--env {args.env}: {error}") from None
+        raise UserError(f"--env {args.env}: {str(error).removeprefix(f'{args.env}: ')}") from None
 
 
 def _check_actions(env: str, space: gymnasium.Space, actions: str, multi_agent: bool) -> None:
