@@ -372,7 +372,7 @@ def test_play_export_and_refusals(tmp_path, capsys):
     assert exported(torch.zeros(5, 3, 18)).shape == (5, 3)
     for env, message in (
         ("SpreadContinuous", "SpreadContinuous has continuous actions; mappo.py"),
-        ("CartPole", "CartPole has 1 agent"),
+        ("CartPole", "CartPole has one agent; ppo.py fits it"),
     ):
         with pytest.raises(UserError, match=message):
             vdn.train(vdn.Args(**TINY, env=env, run_dir=str(tmp_path / "none")))

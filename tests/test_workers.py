@@ -252,6 +252,8 @@ def test_one_policy_waits_for_the_evaluator_the_newest(monkeypatch):
     asked, answers = [], []
 
     class Answering:
+        close = None
+
         def __init__(self, *arguments):
             self.ask = asked.append
 
