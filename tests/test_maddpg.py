@@ -344,5 +344,5 @@ def test_opponents_and_play(tmp_path, capsys):
     play.main(play.Args(run_dir, checkpoint="last", export=str(tmp_path / "policy.pt2")))
     exported = torch.export.load(tmp_path / "policy.pt2").module()
     assert exported(torch.zeros(5, 4, 16)).shape == (5, 4)
-    with pytest.raises(UserError, match="Pendulum has one agent; ppo.py fits it"):
+    with pytest.raises(UserError, match="Pendulum has one agent"):
         maddpg.train(maddpg.Args(**TINY, env="Pendulum", run_dir=str(tmp_path / "none")))
