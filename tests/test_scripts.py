@@ -209,6 +209,7 @@ def test_flags_win_over_an_environments_own_defaults(monkeypatch):
         ("--env HalfCheetah", 32, 0.98),
         ("--env HalfCheetah --num-steps 64 --gamma 0.99", 64, 0.99),  # the general defaults
         ("--env Hopper", 64, 0.99),
+        ("--env Hopper --num-steps 1e3", 1000, 0.99),  # as people write a million
         ("--resume somewhere", 64, 0.99),  # the folder's arguments count, not the table
     ):
         monkeypatch.setattr(sys, "argv", ["ppo.py", *command.split()])

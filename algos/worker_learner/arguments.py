@@ -213,7 +213,8 @@ def parse(args_class: type[RunArgs], tuned: dict[str, dict[str, Any]]) -> RunArg
     own = {} if given.resume else tuned.get(vec_envs.base_name(given.env), {})
     sys.excepthook = say_in_one_sentence
     text = f"{args_class.__doc__} The defaults shown are those for --env {given.env}."
-    return tyro.cli(args_class, default=args_class(**own), description=text)
+    words = [str(int(float(x))) if re.fullmatch(r"\d+e\d", x) else x for x in sys.argv[1:]]  # 1e6
+    return tyro.cli(args_class, args=words, default=args_class(**own), description=text)
 
 
 def say_in_one_sentence(kind: type[BaseException], error: BaseException, trace: Any) -> None:

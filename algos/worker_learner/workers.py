@@ -245,9 +245,7 @@ class Workers:
             self._ask_children()
 
     def _ask_children(self) -> None:
-        states = (agent.state_dict().values() for agent in (self._agent, self._shared_agent))
-        for ours, theirs in zip(*states, strict=True):
-            theirs.copy_(ours)
+        self._shared_agent.load_state_dict(self._agent.state_dict())
         for child in self._children:
             child.ask(self._begin)
         self._asked = True
