@@ -114,8 +114,10 @@ def _fork_and_execute(path: bytes, words: list[str], kept: list[int]) -> int:
     for file in (*sorted(kept), os.sysconf("SC_OPEN_MAX")):
         os.closerange(low, file)
         low = file + 1
+    at = words.index("-c") + 1  # Python 3.14 has arguments after it
+    sys.argv = ["-c", *words[at + 1 :]]
     try:
-        exec(words[-1])
+        exec(words[at])
     finally:
         os._exit(0)
 
