@@ -1,6 +1,7 @@
 """What --compile auto is: by the number of updates, and by whether there is a compiler."""
 
 import shutil
+import sysconfig
 
 import pytest
 import torch
@@ -34,6 +35,11 @@ def test_auto_compiles_where_it_pays(monkeypatch):
     assert (
         engine.choose_compile(sac.Args(num_envs=4, total_steps=10_000), "cuda", False) == "default"
     )
+    monkeypatch.setattr(
+        sysconfig, "get_path", lambda name: "/nowhere"
+    )  # Debian without python3-dev
+    assert engine.choose_compile(sac.Args(num_envs=4), "cpu", False) == "none"
+    monkeypatch.undo()
     monkeypatch.setattr(shutil, "which", lambda name: None)
     assert engine.choose_compile(sac.Args(num_envs=4), "cpu", False) == "none"
 
@@ -53,7 +59,7 @@ def test_omp_num_threads_is_a_limit(limit, most, monkeypatch):
 def test_without_a_compiler(monkeypatch, capsys):
     """A new run says so; one that began with a compiler goes on without, for it takes no flag."""
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    with pytest.raises(UserError, match="--compile is default, which needs a C\\+\\+ compiler"):
+    with pytest.raises(UserError, match="--compile is default, which needs C\\+\\+ and Python"):
         engine.choose_compile(sac.Args(compile="default"), "cpu", False)
     assert engine.choose_compile(sac.Args(compile="default"), "cpu", True) == "none"
     assert "without compilation" in capsys.readouterr().out

@@ -8,6 +8,7 @@ import re
 import shutil
 import statistics
 import sys
+import sysconfig
 import timeit
 from collections.abc import Callable
 from typing import Any
@@ -27,6 +28,7 @@ LONGEST_COMPILED = 16  # steps of a rollout, which the compiler writes out one a
 def choose_compile(args: Any, device: str, resumed: bool) -> str:
     """--compile, and what `auto` is here: `default` where it repays the time that it takes."""
     compiler = any(map(shutil.which, (os.environ.get("CXX", "c++"), "g++", "clang++")))
+    compiler &= os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h"))
     if args.compile == "auto":
         repaid = device == "cuda" or gradient_steps(args) >= WORTH_COMPILING
         return "default" if compiler and repaid else "none"
@@ -36,7 +38,7 @@ def choose_compile(args: Any, device: str, resumed: bool) -> str:
         if resumed:
             tell("Not exact: there is no C++ compiler here; the run goes on without compilation.")
             return "none"
-        raise UserError(f"--compile is {args.compile}, which needs a C++ compiler; use none")
+        raise UserError(f"--compile is {args.compile}, which needs C++ and Python.h; use none")
     return args.compile
 
 
@@ -82,8 +84,7 @@ def prepare(args: Any, world_size: int) -> None:
         torch.cuda.set_device(index)
     torch.set_num_threads(args.torch_threads)
     torch.set_flush_denormal(True)  # Adam's moments of dead units; such small numbers are slow
-    # Otherwise glibc returns each large tensor's memory to the kernel and asks for new pages in the
-    # next update: a good part of the time of redq.py's.
+    # Otherwise glibc returns large tensors' memory, and asks for new pages in the next update.
     if sys.platform == "linux":
         with contextlib.suppress(AttributeError):
             mallopt, trim_threshold, mmap_threshold = ctypes.CDLL(None).mallopt, -1, -3
