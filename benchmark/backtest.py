@@ -427,13 +427,13 @@ def main(options: Options) -> list[dict]:
 
         luck = chance(np.stack([account.returns for account in (*own, *tried)], 1), equal)
         count = len(own) + len(tried)
-        overfit = f"probability of back-test overfitting {luck['overfitting']:.2f} (0.5 is chance)"
+        overfit = "" if np.isnan(luck["overfitting"]) else (  # which needs several runs
+            f"; probability of back-test overfitting {luck['overfitting']:.2f} (0.5 is chance)"
+        )  # fmt: skip
         print(
             f"\nof {count} run{'s' * (count > 1)} tried: deflated Sharpe ratio of the best "
             f"{luck['deflated']:.3f}, of its excess over equal weights "
-            f"{luck['deflated_excess']:.3f} (below 0.95 it may be luck)"
-            + f"; {overfit}"
-            * (not np.isnan(luck["overfitting"]))  # needs several runs
+            f"{luck['deflated_excess']:.3f} (below 0.95 it may be luck){overfit}"
         )
         entries = [
             (p[0]["script"], p[0]["args"]["seed"], x, luck) for p, x in zip(runs, own, strict=True)

@@ -31,13 +31,10 @@ def test_gradient_steps_of_a_run(args, steps):
 def test_auto_compiles_where_it_pays(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/" + name)
     assert engine.choose_compile(sac.Args(num_envs=4), "cpu", False) == "default"
-    assert engine.choose_compile(sac.Args(num_envs=4, total_steps=10_000), "cpu", False) == "none"
-    assert (
-        engine.choose_compile(sac.Args(num_envs=4, total_steps=10_000), "cuda", False) == "default"
-    )
-    monkeypatch.setattr(
-        sysconfig, "get_path", lambda name: "/nowhere"
-    )  # Debian without python3-dev
+    short = sac.Args(num_envs=4, total_steps=10_000)
+    assert engine.choose_compile(short, "cpu", False) == "none"
+    assert engine.choose_compile(short, "cuda", False) == "default"
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: "/none")  # without python3-dev
     assert engine.choose_compile(sac.Args(num_envs=4), "cpu", False) == "none"
     monkeypatch.undo()
     monkeypatch.setattr(shutil, "which", lambda name: None)

@@ -308,7 +308,7 @@ class Run:
             f"   (curves: tensorboard --logdir {self.dir.parent})"
         )
         if self._state["workers"].envs.max_episode_steps > workers.LONGEST_EVALUATION:
-            tell(f"{args.env} has no time limit: scores are of {workers.LONGEST_EVALUATION} steps.")
+            tell(f"An evaluation's episodes end after {workers.LONGEST_EVALUATION} steps.")
 
     # Files.
 
