@@ -67,12 +67,9 @@ class Args(TransitionArgs):
     """width of the two hidden layers of the critics"""
 
 
-LIMITS = {
-    **dict.fromkeys(("num_steps", "buffer_size", "hidden_size"), (1, None)),
-    **dict.fromkeys(("policy_delay", "critic_hidden_size"), (1, None)),
-    "batch_size": (2, None),
-    "gamma": (0, 1),
-}
+LIMITS = {"batch_size": (2, None), "gamma": (0, 1)}
+LIMITS |= dict.fromkeys(("num_steps", "buffer_size", "policy_delay"), (1, None))
+LIMITS |= dict.fromkeys(("hidden_size", "critic_hidden_size"), (1, None))
 
 # What differs by environment; a flag on the command line wins.
 TUNED = {
@@ -269,6 +266,7 @@ def train(args: Args) -> Result:
     actor_optimizer = torch.optim.Adam(actor_parameters, **adam)
     optimizers = critic_optimizer, actor_optimizer
     loss_functions = run.compile(critic_loss, actor_loss)
+    learn = run.capture(update, args.policy_delay)  # on a GPU, as one CUDA graph
     replay = ReplayBuffer(run, workers.start(agent, args.num_steps), args.buffer_size)
     step = run.start(
         agent=agent, critic_optimizer=critic_optimizer, actor_optimizer=actor_optimizer,
@@ -284,7 +282,7 @@ def train(args: Args) -> Result:
         if step >= args.warmup_steps and len(replay) >= min(args.warmup_steps, args.buffer_size):
             for number in range(int(before * args.utd_ratio), int(step * args.utd_ratio)):
                 batch = replay.sample(args.batch_size)
-                new, td_error = update(agent, optimizers, loss_functions, batch, number, args)
+                new, td_error = learn(agent, optimizers, loss_functions, batch, number, args)
                 losses |= new  # the actor's loss is not in every one
                 replay.update_priorities(batch["index"], td_error)
 

@@ -172,6 +172,7 @@ def train(args: Args) -> Result:
     target = copy.deepcopy(agent.q_network).requires_grad_(False)
     optimizer = torch.optim.Adam(agent.q_network.parameters(), args.learning_rate, fused=True)
     loss_function = run.compile(q_loss)
+    learn = run.capture(update)  # on a GPU, as one CUDA graph
     replay = ReplayBuffer(run, workers.start(agent, args.num_steps), args.buffer_size)
     step = run.start(
         agent=agent, target=target, optimizer=optimizer, workers=workers, replay=replay
@@ -189,7 +190,7 @@ def train(args: Args) -> Result:
         if step >= args.warmup_steps and len(replay) >= min(args.warmup_steps, args.buffer_size):
             for _ in range(int(before * args.utd_ratio), int(step * args.utd_ratio)):
                 batch = replay.sample(args.batch_size)
-                losses, td_error = update(agent, target, optimizer, loss_function, batch, args)
+                losses, td_error = learn(agent, target, optimizer, loss_function, batch, args)
                 replay.update_priorities(batch["index"], td_error)
 
         run.log_episodes(step, rollout)

@@ -255,6 +255,7 @@ def train(args: Args) -> Result:
     actor_optimizer = torch.optim.Adam(agent.actors.parameters(), args.learning_rate, fused=True)
     optimizers = critic_optimizer, actor_optimizer
     loss_functions = run.compile(critic_loss, actor_loss)
+    learn = run.capture(update)  # on a GPU, as one CUDA graph
     agents = (workers.envs.num_agents,)
     rollout = workers.start(agent, args.num_steps, alive=agents, next_alive=agents)
     replay = ReplayBuffer(run, rollout, args.buffer_size)
@@ -273,7 +274,7 @@ def train(args: Args) -> Result:
         if step >= args.warmup_steps and len(replay) >= min(args.warmup_steps, args.buffer_size):
             for _ in range(int(before * args.utd_ratio), int(step * args.utd_ratio)):
                 batch = replay.sample(args.batch_size)
-                losses = update(agent, target, optimizers, loss_functions, batch, args)
+                losses = learn(agent, target, optimizers, loss_functions, batch, args)
 
         run.log_episodes(step, rollout)
         if step // args.log_every > before // args.log_every:

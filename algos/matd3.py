@@ -8,8 +8,7 @@ Ackermann, Gabler, Osa, Sugiyama 2019, arXiv:1910.01465. As in td3.py (no noise 
 
     python algos/matd3.py --env SpreadContinuous
 
-What differs from maddpg.py: `Critics`, the noise in `critic_loss`, and in `update` that actors and
-target networks wait (`policy_delay`). What differs from the paper: the same as in maddpg.py.
+What differs from maddpg.py: `Critics`, target noise, `policy_delay`. From the paper: as maddpg.py.
 """
 
 import copy
@@ -268,6 +267,7 @@ def train(args: Args) -> Result:
     actor_optimizer = torch.optim.Adam(agent.actors.parameters(), args.learning_rate, fused=True)
     optimizers = critic_optimizer, actor_optimizer
     loss_functions = run.compile(critic_loss, actor_loss)
+    learn = run.capture(update, args.policy_delay)  # on a GPU, as one CUDA graph
     agents = (workers.envs.num_agents,)
     rollout = workers.start(agent, args.num_steps, alive=agents, next_alive=agents)
     replay = ReplayBuffer(run, rollout, args.buffer_size)
@@ -286,7 +286,7 @@ def train(args: Args) -> Result:
         if step >= args.warmup_steps and len(replay) >= min(args.warmup_steps, args.buffer_size):
             for number in range(int(before * args.utd_ratio), int(step * args.utd_ratio)):
                 batch = replay.sample(args.batch_size)
-                losses |= update(agent, target, optimizers, loss_functions, batch, number, args)
+                losses |= learn(agent, target, optimizers, loss_functions, batch, number, args)
 
         run.log_episodes(step, rollout)
         if step // args.log_every > before // args.log_every:

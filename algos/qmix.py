@@ -255,6 +255,7 @@ def train(args: Args) -> Result:
     target.state_normalizer = agent.state_normalizer
     optimizer = torch.optim.Adam(agent.parameters(), args.learning_rate, fused=True)
     loss_function = run.compile(td_loss)
+    learn = run.capture(update)  # on a GPU, as one CUDA graph
     agents, state = (workers.envs.num_agents,), (workers.envs.state_dim,)
     rollout = workers.start(
         agent, args.num_steps, alive=agents, next_alive=agents, state=state, next_state=state
@@ -274,7 +275,7 @@ def train(args: Args) -> Result:
         before, step = step, step + args.num_steps * args.num_envs * run.world_size
         for _ in range(args.updates):
             batch = replay.windows(args.batch_size, args.num_steps)
-            losses = update(agent, target, optimizer, loss_function, batch, args)
+            losses = learn(agent, target, optimizer, loss_function, batch, args)
 
         run.log_episodes(step, rollout)
         if step // args.log_every > before // args.log_every:

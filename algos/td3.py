@@ -215,6 +215,7 @@ def train(args: Args) -> Result:
     actor_optimizer = torch.optim.Adam(agent.actor.parameters(), args.learning_rate, fused=True)
     optimizers = critic_optimizer, actor_optimizer
     loss_functions = run.compile(critic_loss, actor_loss)
+    learn = run.capture(update, args.policy_delay)  # on a GPU, as one CUDA graph
     replay = ReplayBuffer(run, workers.start(agent, args.num_steps), args.buffer_size)
     step = run.start(
         agent=agent, target=target, critic_optimizer=critic_optimizer,
@@ -230,7 +231,7 @@ def train(args: Args) -> Result:
         if step >= args.warmup_steps and len(replay) >= min(args.warmup_steps, args.buffer_size):
             for number in range(int(before * args.utd_ratio), int(step * args.utd_ratio)):
                 batch = replay.sample(args.batch_size)
-                new, td_error = update(
+                new, td_error = learn(
                     agent, target, optimizers, loss_functions, batch, number, args
                 )
                 losses |= new  # the actor's loss is not in every one

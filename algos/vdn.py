@@ -234,6 +234,7 @@ def train(args: Args) -> Result:
     target.normalizer = agent.normalizer  # both see the same observations
     optimizer = torch.optim.Adam(agent.parameters(), args.learning_rate, fused=True)
     loss_function = run.compile(td_loss)
+    learn = run.capture(update)  # on a GPU, as one CUDA graph
     agents = (workers.envs.num_agents,)
     rollout = workers.start(agent, args.num_steps, alive=agents, next_alive=agents)
     replay = ReplayBuffer(run, rollout, args.buffer_size)
@@ -250,7 +251,7 @@ def train(args: Args) -> Result:
         before, step = step, step + args.num_steps * args.num_envs * run.world_size
         for _ in range(args.updates):
             batch = replay.windows(args.batch_size, args.num_steps)
-            losses = update(agent, target, optimizer, loss_function, batch, args)
+            losses = learn(agent, target, optimizer, loss_function, batch, args)
 
         run.log_episodes(step, rollout)
         if step // args.log_every > before // args.log_every:

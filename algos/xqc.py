@@ -11,11 +11,10 @@ returns z_1 ... z_K: Q_i = Σ_k z_k p_ik. With p' those of the critic whose Q_i(
     python algos/xqc.py --env HalfCheetah
 
 What differs from crossq.py: `critic_loss`, `project`: cross-entropy has a bounded gradient. As
-`BatchNorm` follows each hidden layer, only the direction of weights counts; `normalize_weights`
-keeps a step's angle at what the learning rate sets: 3e-4 (1e-3), annealed to a tenth, β₁ 0.9 (0.5).
-Rewards (n-step sums) are divided by σ, the deviation of their return, and cut at ±10; z is −5 to 5.
-Four hidden layers; α begins at 0.01, H̄ is −dim(A)/2. Unlike the paper: no target networks, 1 update
-a step (2), 256 units (512), 4 environments, γ = 0.99 (1 − 5/T); BatchNorm's constants are guesses.
+`BatchNorm` follows each hidden layer, only the direction of weights counts: `normalize_weights`.
+The rate is 3e-4, annealed to a tenth; β₁ is 0.9. Rewards (n-step sums) are divided by σ, their
+return's deviation, and cut at ±10; z is −5 to 5, α is 0.01 at first, H̄ −dim(A)/2. Unlike the paper:
+no targets, 1 update a step (2), 256 units (512), 4 environments, γ 0.99; BatchNorm's ε is a guess.
 """
 
 import math
@@ -266,6 +265,7 @@ def train(args: Args) -> Result:
     actor_optimizer = torch.optim.Adam(actor_parameters, args.learning_rate, fused=True)
     optimizers = critic_optimizer, actor_optimizer
     loss_functions = run.compile(critic_loss, actor_loss)
+    learn = run.capture(update, args.policy_delay)  # on a GPU, as one CUDA graph
     replay = ReplayBuffer(run, workers.start(agent, args.num_steps), args.buffer_size)
     step = run.start(
         agent=agent, critic_optimizer=critic_optimizer, actor_optimizer=actor_optimizer,
@@ -284,7 +284,7 @@ def train(args: Args) -> Result:
         if step >= args.warmup_steps and len(replay) >= min(args.warmup_steps, args.buffer_size):
             for number in range(int(before * args.utd_ratio), int(step * args.utd_ratio)):
                 batch = replay.sample(args.batch_size)
-                new, td_error = update(agent, optimizers, loss_functions, batch, number, args)
+                new, td_error = learn(agent, optimizers, loss_functions, batch, number, args)
                 losses |= new  # the actor's loss is not in every one
                 replay.update_priorities(batch["index"], td_error)
 

@@ -7,12 +7,13 @@ Sections, in this order, in what is left of --minutes (what does not fit is said
 
     parity    one step of mujoco_warp from the states of MuJoCo's C engine, beside the C engine's
     envs      env.step() alone, random actions
+    typed     the speed of commands as somebody types them, beside --device cpu
     updates   sac.py's gradient updates with each --compile mode, physics being a small part
     replay    sac.py and td3.py on Ant with a quarter of the environments
     ppo       ppo.py on each robot till it earns 6000; seconds to 3000, 5000 and 6000
     compile   ppo.py's training speed with the other --compile modes
 
-The sections replay and ppo have no --compile: they are what the scripts choose.
+The sections typed, replay and ppo have no --compile: they are what the scripts choose.
 
 The trainings are the scripts themselves, stopped by SIGTERM. Seconds are of training: what comes
 before the end of the first iteration (imports, kernels, graphs) is listed apart. Evaluations are
@@ -22,9 +23,11 @@ Without a GPU it says so; `--device cpu --envs 8 --seconds 1 --results FOLDER` t
 """
 
 import csv
+import dataclasses
 import datetime
 import importlib.metadata
 import importlib.util
+import itertools
 import shlex
 import signal
 import subprocess
@@ -44,9 +47,12 @@ from returns import RESULTS, ROOT, commit
 import vec_envs
 
 LEVELS = (3000, 5000, 6000)
-MODES = "none", "default", "graphs"  # of --compile; auto is default where there is a GPU
+MODES = "none", "default", "graphs"  # of --compile; auto is graphs where there is a GPU
+TYPED = "ppo_hterm.py --env Ant", "sac.py --env HalfCheetah", "ppo.py --env Ant --total-steps 1e8"
 COLUMNS = ("section", "what", "seconds", "value", "unit", "note", "device", "versions", "commit")
 COLUMNS += ("date", "command")
+ENDLESS = "--total-steps 10000000000"
+WARM_UP = 6000  # steps: later than the first update of each
 SHORTEST = 15  # seconds; with less left, a measurement is not begun
 
 
@@ -54,9 +60,7 @@ SHORTEST = 15  # seconds; with less left, a measurement is not begun
 class Options:
     """Measure what one GPU does, and write gpu.csv and gpu.png."""
 
-    sections: list[str] = field(
-        default_factory=lambda: ["parity", "envs", "updates", "replay", "ppo", "compile"]
-    )
+    sections: list[str] = field(default_factory=lambda: list(SECTIONS))
     """which of them"""
     robots: list[str] = field(default_factory=lambda: ["Ant", "Humanoid"])
     """MuJoCo environments for parity, envs and ppo"""
@@ -135,8 +139,7 @@ def train(
     -> its progress, peak bytes of GPU memory in use beyond what was, what went wrong, its command.
     """
     command = ["python", f"algos/{script}.py", *flags.split(), "--device", options.device]
-    # without end; checkpoints cost time
-    command += ["--total-steps", "10000000000", "--checkpoint-every", "10000000000"]
+    command += ["--checkpoint-every", "10000000000"]  # they cost time
     before, peak, first = memory(options), 0, 0.0
     with tempfile.TemporaryDirectory() as folder, open(f"{folder}/stderr", "w") as stderr:
         run_dir = Path(folder) / "run"
@@ -220,10 +223,10 @@ def since(start: float) -> float:
 
 def envs(options: Options, clock: Clock) -> Iterator[Row]:
     """env.step() with random actions: physics, observations, rewards, autoreset."""
-    for name in options.robots:
-        env = vec_envs.make(name, options.envs, options.device, seed=0)
+    for name, num_envs in itertools.product(options.robots, (options.envs, 4 * options.envs)):
+        env = vec_envs.make(name, num_envs, options.device, seed=0)
         env.reset()
-        shape = (20, options.envs, *env.single_action_space.shape)
+        shape = (20, num_envs, *env.single_action_space.shape)
         high = torch.from_numpy(env.single_action_space.high).to(options.device)
         actions = (torch.rand(shape, device=options.device) * 2 - 1) * high
         for i in range(5):
@@ -232,9 +235,10 @@ def envs(options: Options, clock: Clock) -> Iterator[Row]:
         while now(options) - start < (options.seconds or 5.0):
             for i in range(20):
                 env.step(actions[i])
-            count += 20 * options.envs
-        speed = count / (now(options) - start)
-        yield f"{name}: env steps/s", "", speed, "steps/s", f"{options.envs} environments", ""
+            count += 20 * num_envs
+        speed, what = count / (now(options) - start), f"{name}: env steps/s"
+        what += f" of {num_envs}" if num_envs > options.envs else ""
+        yield what, "", speed, "steps/s", f"{num_envs} environments", ""
         env.close()
 
 
@@ -245,6 +249,20 @@ def now(options: Options) -> float:
     return time.perf_counter()
 
 
+def typed(options: Options, clock: Clock) -> Iterator[Row]:
+    """Commands as a reader of the README types them, on the GPU and on the CPU beside it."""
+    for command, device in itertools.product(TYPED, dict.fromkeys((options.device, "cpu"))):
+        what = f"python algos/{command} --device {device}: training steps/s"
+        if clock.left() < SHORTEST:
+            yield what, "", "", "steps/s", "the minutes were over", ""
+            continue
+        script, _, flags = command.partition(".py ")
+        seconds, where = options.seconds or 8.0, dataclasses.replace(options, device=device)
+        found = train(where, script, flags, seconds, clock, ready=WARM_UP)
+        speed = steady_speed([point for point in found[0] if point[0] >= WARM_UP])
+        yield what, "", speed or "", "steps/s", found[3], found[4]
+
+
 def updates(options: Options, clock: Clock) -> Iterator[Row]:
     """SAC's updates, 256 for each step of 64 environments."""
     for mode in MODES:
@@ -253,7 +271,7 @@ def updates(options: Options, clock: Clock) -> Iterator[Row]:
             yield f"{what}: updates/s", "", "", "updates/s", "the minutes were over", ""
             continue
         num_envs, utd = min(64, options.envs), 4
-        flags = f"--env Ant --num-envs {num_envs} --utd-ratio {utd} --warmup-steps 1000 "
+        flags = f"--env Ant --num-envs {num_envs} --utd-ratio {utd} --warmup-steps 1000 {ENDLESS} "
         flags += f"--log-every {num_envs} --buffer-size 100000 --no-save-replay --eval-every 0 "
         flags += f"--eval-episodes 1 --compile {mode}"
         seconds = options.seconds or 12.0
@@ -270,15 +288,15 @@ def replay(options: Options, clock: Clock) -> Iterator[Row]:
     num_envs = max(1, options.envs // 4)
     for script in ("sac", "td3"):
         flags = f"--env Ant --num-envs {num_envs} --utd-ratio {16 / num_envs} --batch-size 1024 "
-        flags += f"--warmup-steps {20 * num_envs} --log-every {num_envs} --no-save-replay "
-        flags += f"--eval-every {400 * num_envs} --eval-episodes 4"
+        flags += f"--warmup-steps {20 * num_envs} --log-every {num_envs} {ENDLESS} "
+        flags += f"--no-save-replay --eval-every {400 * num_envs} --eval-episodes 4"
         yield from training(options, script, "Ant", flags, clock)
 
 
 def ppo_flags(options: Options, name: str) -> str:
-    flags = f"--env {name} --num-envs {options.envs} --num-steps 24 --epochs 5 "
+    flags = f"--env {name} --num-envs {options.envs} --num-steps 24 --epochs 5 {ENDLESS} "
     flags += f"--minibatch-size {6 * options.envs} --target-kl 0.01 "
-    return flags + f"--eval-every {1000 * options.envs}"
+    return flags + f"--eval-every {250 * options.envs}"
 
 
 def ppo(options: Options, clock: Clock) -> Iterator[Row]:
@@ -327,9 +345,9 @@ def training(
 
 
 def compile(options: Options, clock: Clock) -> Iterator[Row]:
-    """PPO's training speed by mode; `ppo` has it for auto, which is default on a GPU."""
+    """PPO's training speed by mode; `ppo` has it for auto, which is graphs on a GPU."""
     name = options.robots[0]
-    for mode in (mode for mode in MODES if mode != "default"):
+    for mode in (mode for mode in MODES if mode != "graphs"):
         what = f"{name}, ppo.py --compile {mode}: training steps/s"
         if clock.left() < SHORTEST:
             yield what, "", "", "steps/s", "the minutes were over", ""
@@ -341,8 +359,8 @@ def compile(options: Options, clock: Clock) -> Iterator[Row]:
 
 
 SECTIONS: dict[str, Callable] = {
-    **{"parity": parity, "envs": envs, "updates": updates, "replay": replay, "ppo": ppo},
-    "compile": compile,
+    **{"parity": parity, "envs": envs, "typed": typed, "updates": updates},
+    **{"replay": replay, "ppo": ppo, "compile": compile},
 }
 
 
@@ -441,7 +459,7 @@ def main(options: Options) -> None:
             return
         options.sections = [name for name in options.sections if name != "parity"]
     device = "CPU, a trial" if options.device == "cpu" else torch.cuda.get_device_name()
-    shares = [1.0, 1.0] * ("replay" in options.sections)
+    shares = [0.7, 0.7] * ("replay" in options.sections)
     if "ppo" in options.sections:  # walking takes its time, and longest the first robot
         shares += [6.0, *[3.0] * (len(options.robots) - 1)]
     shares += [1.0] * ("compile" in options.sections)  # stays for it

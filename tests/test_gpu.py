@@ -4,11 +4,14 @@ On a GPU `torch.cuda.set_sync_debug_mode` raises an error there. Without one, th
 as operations: what a script does is the same code, only an environment's step is not.
 """
 
+import contextlib
 import functools
 import importlib
 
 import pytest
 import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import vec_envs
 from algos import worker_learner
@@ -162,14 +165,73 @@ def test_a_question_would_be_seen(tmp_path, monkeypatch):
     assert seen == {"_local_scalar_dense"}
 
 
-def test_what_a_cuda_graph_gave_outlives_its_next_run(monkeypatch):
-    given = torch.zeros(1)
+class Recorder(TorchDispatchMode):
+    """What a CUDA graph does, on a CPU: runs the same operations again, on the same memory."""
 
-    def graphed(x: torch.Tensor) -> tuple:
-        return given.copy_(x), {"loss": given}, None
+    made: list["Recorder"] = []
+    active = 0
 
-    monkeypatch.setattr(torch, "compile", lambda function, mode: function)
-    args = worker_learner.RunArgs(compile="graphs", device="cuda")
-    function = engine.compiled(graphed, args)
-    first, second = function(torch.ones(1)), function(torch.zeros(1))
-    assert first == (1, {"loss": 1}, None) and second == (0, {"loss": 0}, None)
+    def __init__(self):
+        super().__init__()
+        self.operations, self.replays = [], 0
+        Recorder.made.append(self)
+
+    def __torch_dispatch__(self, function, types, inputs=(), named=None):
+        outputs = function(*inputs, **(named or {}))
+        self.operations.append((function, inputs, named or {}, outputs))
+        return outputs
+
+    def replay(self):
+        self.replays += 1
+        if self.replays == 1:  # the operations ran when they were recorded, as those of CUDA do not
+            return
+        with torch._C._AutoDispatchBelowAutograd():  # the gradients' operations are recorded, too
+            for function, inputs, named, outputs in self.operations:
+                again = pytree.tree_leaves(function(*inputs, **named))
+                for place, tensor in zip(pytree.tree_leaves(outputs), again, strict=True):
+                    if isinstance(place, torch.Tensor) and place.data_ptr() != tensor.data_ptr():
+                        place.copy_(tensor)
+
+
+@contextlib.contextmanager
+def record(graph: Recorder, capture_error_mode: str):
+    Recorder.active += 1
+    with graph:
+        yield
+    Recorder.active -= 1
+
+
+def train_recorded(script: str, env: str, folder, monkeypatch, how: str) -> dict:
+    """A few updates with --compile `how` -> the weights at its end."""
+    module = importlib.import_module(f"algos.{script}")
+    monkeypatch.setattr(run_module, "Evaluator", NoEvaluator)
+    monkeypatch.setattr(engine, "choose_compile", lambda *arguments: how)
+    small = {k: v for k, v in SMALL.items() if hasattr(module.Args, k)} | {"total_steps": 320}
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    module.train(module.Args(env=env, device=device, run_dir=str(folder), **small))
+    return torch.load(folder / "checkpoint.pt", weights_only=True)["agent"]
+
+
+@pytest.mark.parametrize(("script", "env"), RUNS)
+def test_a_graph_computes_what_it_recorded(script, env, tmp_path, monkeypatch):
+    """Nothing that a number of Python decides, and no memory that another takes the place of."""
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", Recorder)
+        monkeypatch.setattr(torch.cuda, "graph", record)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: Recorder.active > 0)
+    monkeypatch.setattr(Recorder, "made", [])
+
+    def rates_of_32_bits(run, update, period=1):
+        def plainly(*inputs):
+            optimizers = [x for x in pytree.tree_leaves(inputs) if hasattr(x, "param_groups")]
+            with engine._capturable(optimizers, {}):
+                return update(*inputs)
+
+        return plainly
+
+    ours = train_recorded(script, env, tmp_path / "graphs", monkeypatch, "graphs")
+    assert sum(graph.replays for graph in Recorder.made) > 2 or torch.cuda.is_available()
+    monkeypatch.setattr(worker_learner.Run, "capture", rates_of_32_bits)
+    theirs = train_recorded(script, env, tmp_path / "none", monkeypatch, "none")
+    close = 1e-4 if "_hterm" in script else 0  # a loss times a number: its gradients are times it
+    torch.testing.assert_close(ours, theirs, rtol=close, atol=close)

@@ -223,7 +223,7 @@ def nothing_is_left_running():
 
 
 def load(run_dir: Path, name: str = "checkpoint.pt") -> dict:
-    return torch.load(run_dir / name, weights_only=True)
+    return torch.load(run_dir / name, weights_only=True, map_location="cpu")
 
 
 def same(a, b) -> bool:

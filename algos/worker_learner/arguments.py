@@ -67,7 +67,7 @@ class RunArgs:
     torch_threads: int = 0
     """threads of tensor operations on a CPU (0: one, or up to 8 where measured to be faster)"""
     compile: Literal["auto", "none", "rollout", "default", "graphs"] = "auto"
-    """torch.compile of short rollouts, losses (default), by CUDA graphs; auto: where it pays"""
+    """torch.compile of short rollouts, of losses (default); CUDA graphs; auto: what pays here"""
 
 
 @dataclass

@@ -1,5 +1,5 @@
-"""How fast a run is: threads, compilation, memory. What changes is rounding, and the random numbers
-of compiled rollouts and, on a GPU, of compiled losses."""
+"""How fast a run is: threads, compilation, CUDA graphs, memory. Compilation changes rounding, and
+random numbers: of rollouts, and of losses on a GPU. CUDA graphs change no number."""
 
 import contextlib
 import ctypes
@@ -10,7 +10,7 @@ import statistics
 import sys
 import sysconfig
 import timeit
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -25,16 +25,18 @@ WORTH_COMPILING = 15_000  # gradient steps: ten seconds of compiling, about a mi
 LONGEST_COMPILED = 16  # steps of a rollout, which the compiler writes out one after another
 
 
-def choose_compile(args: Any, device: str, resumed: bool) -> str:
-    """--compile, and what `auto` is here: `default` where it repays the time that it takes."""
+def choose_compile(args: Any, device: str, resumed: bool, learners: int = 1) -> str:
+    """--compile, and what `auto` is here: on a CPU `default` where it repays the time it takes."""
     compiler = any(map(shutil.which, (os.environ.get("CXX", "c++"), "g++", "clang++")))
     compiler &= os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h"))
+    graphs = device == "cuda" and learners == 1
+    if args.compile == "auto" and not graphs:
+        return "default" if compiler and gradient_steps(args) >= WORTH_COMPILING else "none"
+    if args.compile == "graphs" and not graphs:
+        raise UserError("--compile is graphs, which needs one learner on a GPU; use default")
     if args.compile == "auto":
-        repaid = device == "cuda" or gradient_steps(args) >= WORTH_COMPILING
-        return "default" if compiler and repaid else "none"
-    if args.compile == "graphs" and device == "cpu":
-        raise UserError("--compile is graphs, which needs --device cuda; use default")
-    if args.compile != "none" and not compiler:
+        return "graphs"
+    if args.compile in ("rollout", "default") and not compiler:
         if resumed:
             tell("Not exact: there is no C++ compiler here; the run goes on without compilation.")
             return "none"
@@ -93,10 +95,7 @@ def prepare(args: Any, world_size: int) -> None:
 
 
 def compiled(function: Callable, args: Any, dynamic: bool | None = None) -> Callable:
-    """`function` by torch.compile, for --compile rollout, default or graphs."""
-    if args.compile == "graphs":  # whose next run overwrites what the last one gave
-        graphed = torch.compile(function, mode="reduce-overhead")
-        return lambda *inputs: pytree.tree_map_only(Tensor, torch.clone, graphed(*inputs))
+    """`function` by torch.compile, for --compile rollout or default."""
     # On a CPU random numbers are torch's: the compiler draws its own one by one.
     options = {"fallback_random": args.device == "cpu"}
     return torch.compile(function, dynamic=dynamic, options=options)
@@ -124,22 +123,25 @@ def compiled_loss(function: Callable, args: Any) -> Callable:
     """
     if hasattr(torch._dynamo.config, "trace_autograd_ops"):  # torch 2.11: no break at the gradient
         torch._dynamo.config.trace_autograd_ops = True
-    weights: list[Tensor] = []
+    graphs, weights = args.compile == "graphs", []
 
     def with_gradients(weights: list[Tensor], *inputs: Any) -> tuple:
         result = function(*inputs)
         loss, *more = result if isinstance(result, tuple) else (result,)
-        gradients = torch.autograd.grad(loss, weights, allow_unused=True)
+        gradients = torch.autograd.grad(loss, list(weights), allow_unused=True)
         return pytree.tree_map_only(Tensor, Tensor.detach, (loss, more)), gradients
 
-    compiled_function = compiled(with_gradients, args)
+    compute = captured(with_gradients) if graphs else compiled(with_gradients, args)
 
     def loss_function(*inputs: Any) -> Any:
+        nonlocal weights
         if not weights:
             modules = [x for x in inputs if isinstance(x, nn.Module)]
             found = dict.fromkeys(x for module in modules for x in module.parameters())
-            weights.extend(x for x in found if x.requires_grad)
-        (loss, more), gradients = compiled_function(weights, *inputs)
+            weights = [x for x in found if x.requires_grad]
+            weights = nn.ParameterList(weights) if graphs else weights  # in place, as a module
+        (loss, more), gradients = compute(weights, *inputs)
+        more = pytree.tree_map_only(Tensor, torch.clone, more) if graphs else more
         used = [(w, g) for w, g in zip(weights, gradients, strict=True) if g is not None]
         loss = _Known.apply(loss, [g for _, g in used], *(w for w, _ in used))
         return (loss, *more) if more else loss
@@ -149,7 +151,62 @@ def compiled_loss(function: Callable, args: Any) -> Callable:
 
 def compiled_rollout(collect: Callable, envs: Any, args: Any, num_steps: int) -> Callable:
     """`collect`, compiled where that is asked for and the environments are tensor operations."""
-    if args.compile == "none" or not envs.compilable or num_steps > LONGEST_COMPILED:
+    wanted = args.compile in ("rollout", "default")
+    if not wanted or not envs.compilable or num_steps > LONGEST_COMPILED:
         return collect
     envs.looks = False
     return compiled(collect, args, dynamic=False)  # else another run's size in this process fails
+
+
+def captured(function: Callable, period: int = 1) -> Callable:
+    """`function`, recorded as a CUDA graph: one launch for hundreds of kernels, the same results.
+
+    There is a graph for each combination of shapes and of numbers' remainders by `period`; twice
+    each runs without. Whatever is no tensor is changed in place: modules, optimizers. What a graph
+    returns is overwritten when it runs again.
+    """
+    runs: dict[tuple, int] = {}
+    graphs: dict[tuple, tuple] = {}
+    rates: dict[int, Tensor] = {}
+
+    def graphed(*inputs: Any) -> Any:
+        leaves, tree = pytree.tree_flatten(inputs)
+        given = [x for x in leaves if isinstance(x, Tensor)]
+        key = [x % period if type(x) is int else getattr(x, "shape", x) for x in leaves]
+        key = tuple(x if x.__hash__ else id(x) for x in key)
+        runs[key] = runs.get(key, 0) + 1
+        optimizers = [x for x in leaves if isinstance(x, torch.optim.Optimizer)]
+        with _capturable(optimizers, rates):
+            if runs[key] <= 2 or torch.cuda.is_current_stream_capturing():
+                return function(*inputs)
+            if key not in graphs:
+                graph, places = torch.cuda.CUDAGraph(), [x.clone() for x in given]
+                rest = iter(places)
+                leaves = [next(rest) if isinstance(x, Tensor) else x for x in leaves]
+                with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                    results = function(*pytree.tree_unflatten(leaves, tree))
+                results = pytree.tree_map_only(Tensor, Tensor.detach, results)
+                graphs[key] = graph, places, results
+        graph, places, results = graphs[key]
+        for place, tensor in zip(places, given, strict=True):
+            place.copy_(tensor)
+        graph.replay()
+        return results
+
+    return graphed
+
+
+@contextlib.contextmanager
+def _capturable(optimizers: list, rates: dict[int, Tensor]) -> Iterator[None]:
+    """Their learning rates are tensors here: a number would stay in the graph as it is now."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    numbers = [group["lr"] for group in groups]
+    for i, group in enumerate(groups):
+        if i not in rates:
+            rates[i] = torch.empty((), device=group["params"][0].device)
+        group |= {"lr": rates[i].fill_(numbers[i]), "capturable": True}
+    try:
+        yield
+    finally:
+        for group, number in zip(groups, numbers, strict=True):
+            group |= {"lr": number, "capturable": False}

@@ -60,7 +60,7 @@ class Run:
         self.resumed = bool(args.resume)
         args = arguments.saved_args(args, self.script) if self.resumed else args
         self._whole_args = args = arguments.resolve(args, self.script, limits)
-        args.compile = engine.choose_compile(args, args.device, self.resumed)
+        args.compile = engine.choose_compile(args, args.device, self.resumed, self.world_size)
         args.torch_threads = engine.choose_threads(args)
         self.args = args = arguments.learners_share(args, self.rank, self.world_size, limits)
         self.dir, self.device = Path(args.run_dir), torch.device(args.device)
@@ -126,9 +126,13 @@ class Run:
 
     def compile(self, *functions: Callable) -> Any:
         """Loss functions compiled with their gradients where --compile says so; one, or a tuple."""
-        if self.args.compile not in ("none", "rollout"):
+        if self.args.compile in ("default", "graphs"):
             functions = tuple(engine.compiled_loss(function, self.args) for function in functions)
         return functions[0] if len(functions) == 1 else functions
+
+    def capture(self, update: Callable, period: int = 1) -> Callable:
+        """`update` as a CUDA graph where --compile says so; what it does repeats after `period`."""
+        return engine.captured(update, period) if self.args.compile == "graphs" else update
 
     def log(self, step: int, losses: dict[str, Tensor], **charts: Tensor | float) -> None:
         """Write losses/… and charts/… to metrics.csv and TensorBoard; UserError at NaN or infinity.
