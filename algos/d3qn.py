@@ -202,7 +202,7 @@ def train(args: Args) -> Result:
     target = copy.deepcopy(agent.q_network).requires_grad_(False)
     optimizer = torch.optim.Adam(agent.q_network.parameters(), args.learning_rate, fused=True)
     loss_function = run.compile(q_loss)
-    learn = run.capture(update)  # on a GPU, as one CUDA graph
+    learn = run.capture(update)  # one launch with --compile graphs
     rollout = workers.start(agent, args.num_steps, random=())
     replay = ReplayBuffer(run, rollout, args.buffer_size)
     step = run.start(

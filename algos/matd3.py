@@ -267,7 +267,7 @@ def train(args: Args) -> Result:
     actor_optimizer = torch.optim.Adam(agent.actors.parameters(), args.learning_rate, fused=True)
     optimizers = critic_optimizer, actor_optimizer
     loss_functions = run.compile(critic_loss, actor_loss)
-    learn = run.capture(update, args.policy_delay)  # on a GPU, as one CUDA graph
+    learn = run.capture(update, args.policy_delay)  # one launch with --compile graphs
     agents = (workers.envs.num_agents,)
     rollout = workers.start(agent, args.num_steps, alive=agents, next_alive=agents)
     replay = ReplayBuffer(run, rollout, args.buffer_size)

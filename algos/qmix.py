@@ -255,7 +255,7 @@ def train(args: Args) -> Result:
     target.state_normalizer = agent.state_normalizer
     optimizer = torch.optim.Adam(agent.parameters(), args.learning_rate, fused=True)
     loss_function = run.compile(td_loss)
-    learn = run.capture(update)  # on a GPU, as one CUDA graph
+    learn = run.capture(update)  # one launch with --compile graphs
     agents, state = (workers.envs.num_agents,), (workers.envs.state_dim,)
     rollout = workers.start(
         agent, args.num_steps, alive=agents, next_alive=agents, state=state, next_state=state

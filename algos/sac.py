@@ -228,7 +228,7 @@ def train(args: Args) -> Result:
     actor_optimizer = torch.optim.Adam(actor_parameters, args.learning_rate, fused=True)
     optimizers = critic_optimizer, actor_optimizer
     loss_functions = run.compile(critic_loss, actor_loss)
-    learn = run.capture(update)  # on a GPU, as one CUDA graph
+    learn = run.capture(update)  # one launch with --compile graphs
     replay = ReplayBuffer(run, workers.start(agent, args.num_steps), args.buffer_size)
     step = run.start(
         agent=agent, target=target, critic_optimizer=critic_optimizer,

@@ -234,7 +234,7 @@ def train(args: Args) -> Result:
     target.normalizer = agent.normalizer  # both see the same observations
     optimizer = torch.optim.Adam(agent.parameters(), args.learning_rate, fused=True)
     loss_function = run.compile(td_loss)
-    learn = run.capture(update)  # on a GPU, as one CUDA graph
+    learn = run.capture(update)  # one launch with --compile graphs
     agents = (workers.envs.num_agents,)
     rollout = workers.start(agent, args.num_steps, alive=agents, next_alive=agents)
     replay = ReplayBuffer(run, rollout, args.buffer_size)

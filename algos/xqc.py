@@ -265,7 +265,7 @@ def train(args: Args) -> Result:
     actor_optimizer = torch.optim.Adam(actor_parameters, args.learning_rate, fused=True)
     optimizers = critic_optimizer, actor_optimizer
     loss_functions = run.compile(critic_loss, actor_loss)
-    learn = run.capture(update, args.policy_delay)  # on a GPU, as one CUDA graph
+    learn = run.capture(update, args.policy_delay)  # one launch with --compile graphs
     replay = ReplayBuffer(run, workers.start(agent, args.num_steps), args.buffer_size)
     step = run.start(
         agent=agent, critic_optimizer=critic_optimizer, actor_optimizer=actor_optimizer,

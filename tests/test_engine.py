@@ -33,8 +33,8 @@ def test_auto_compiles_where_it_pays(monkeypatch):
     assert engine.choose_compile(sac.Args(num_envs=4), "cpu", False) == "default"
     short = sac.Args(num_envs=4, total_steps=10_000)
     assert engine.choose_compile(short, "cpu", False) == "none"
-    assert engine.choose_compile(short, "cuda", False) == "graphs"
-    assert engine.choose_compile(sac.Args(num_envs=4), "cuda", False, 2) == "default"
+    assert engine.choose_compile(short, "cuda", False) == "none"
+    assert engine.choose_compile(sac.Args(compile="graphs"), "cuda", False) == "graphs"
     with pytest.raises(UserError, match="graphs, which needs one learner on a GPU; use default"):
         engine.choose_compile(sac.Args(compile="graphs"), "cuda", False, 2)
     monkeypatch.setattr(sysconfig, "get_path", lambda name: "/none")  # without python3-dev
@@ -42,7 +42,7 @@ def test_auto_compiles_where_it_pays(monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(shutil, "which", lambda name: None)
     assert engine.choose_compile(sac.Args(num_envs=4), "cpu", False) == "none"
-    assert engine.choose_compile(short, "cuda", False) == "graphs"
+    assert engine.choose_compile(sac.Args(compile="graphs"), "cuda", False) == "graphs"
 
 
 @pytest.mark.parametrize(("limit", "most"), [("1", 1), ("", 6), ("3,1", 3), ("64", 6)])

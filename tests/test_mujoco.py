@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from vec_envs import NAMES, make, vec_env_class
+from vec_envs.mujoco import ASSETS
 
 MUJOCO = [name for name, module in NAMES.items() if module == "mujoco"]
 # Ours are made without contact and inertia observations; Gymnasium's get the same keywords.
@@ -229,16 +230,23 @@ def test_unknown_names_and_options():
         make("Ant", 0)
 
 
-@pytest.mark.parametrize("name", MUJOCO)
-def test_warp_agrees_with_c_until_chaos(name):
+@pytest.mark.parametrize("name", [*MUJOCO, "Ant with elliptic cones"])
+def test_warp_agrees_with_c_until_chaos(name, tmp_path):
     """From the same states, one step in single precision is one step in double.
 
-    Not always: where a contact begins or ends within a step (several of Ant's feet in most steps,
-    with its Runge-Kutta integrator), the two get pushes of a different size.
+    Not always: where a contact begins or ends within a step, the two get pushes of a different
+    size. And Ant's feet are steep capsules, whose pyramids of friction the two turn differently:
+    along the foot in C, along the world's axes in warp. Round cones have no such directions.
     """
     pytest.importorskip("mujoco_warp")
-    num_envs = 4
-    c, warp = make(name, num_envs, seed=0), make(name, num_envs, seed=0, backend="warp")
+    options = {}
+    if name.endswith("cones"):
+        text = (ASSETS / "ant.xml").read_text().replace("<option ", '<option cone="elliptic" ')
+        (tmp_path / "round.xml").write_text(text)
+        options["xml_file"] = str(tmp_path / "round.xml")
+    kind, num_envs = name.split()[0], 4
+    c = make(kind, num_envs, seed=0, **options)
+    warp = make(kind, num_envs, seed=0, backend="warp", **options)
     c.reset()
     warp.reset()
     everyone = torch.ones(num_envs, dtype=torch.bool)
@@ -262,7 +270,7 @@ def test_warp_agrees_with_c_until_chaos(name):
         gap = (warp_info["final_obs"] - c_info["final_obs"]).abs() / (1 + c_info["final_obs"].abs())
         same = (gap.amax(1) < 2e-3) & ((warp_reward - c_reward).abs() < 1e-2 * (1 + c_reward.abs()))
         agree.append(same & (warp_terminated == c_terminated))
-    assert torch.stack(agree).float().mean() > (0.5 if name == "Ant" else 0.85)
+    assert torch.stack(agree).float().mean() > (0.5 if name == "Ant" else 0.9)
     assert torch.stack(agree)[:2].all()
 
 

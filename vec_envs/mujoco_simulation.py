@@ -218,6 +218,7 @@ class WarpSimulation:
         self.warmstart = warp.to_torch(self.data.qacc_warmstart)
         self.qpos0 = torch.tensor(model.qpos0, dtype=torch.float32, device=device)
         self.graphs: dict[Callable, object] = {}
+        warp.synchronize_device(self.device)  # torch's stream may be another than warp's
         self._gather()
 
     def step(self, control: Tensor) -> Tensor:

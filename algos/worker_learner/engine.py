@@ -26,16 +26,13 @@ LONGEST_COMPILED = 16  # steps of a rollout, which the compiler writes out one a
 
 
 def choose_compile(args: Any, device: str, resumed: bool, learners: int = 1) -> str:
-    """--compile, and what `auto` is here: on a CPU `default` where it repays the time it takes."""
+    """--compile, and what `auto` is here: `default` where it repays the time that it takes."""
     compiler = any(map(shutil.which, (os.environ.get("CXX", "c++"), "g++", "clang++")))
     compiler &= os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h"))
-    graphs = device == "cuda" and learners == 1
-    if args.compile == "auto" and not graphs:
-        return "default" if compiler and gradient_steps(args) >= WORTH_COMPILING else "none"
-    if args.compile == "graphs" and not graphs:
-        raise UserError("--compile is graphs, which needs one learner on a GPU; use default")
     if args.compile == "auto":
-        return "graphs"
+        return "default" if compiler and gradient_steps(args) >= WORTH_COMPILING else "none"
+    if args.compile == "graphs" and (device == "cpu" or learners > 1):
+        raise UserError("--compile is graphs, which needs one learner on a GPU; use default")
     if args.compile in ("rollout", "default") and not compiler:
         if resumed:
             tell("Not exact: there is no C++ compiler here; the run goes on without compilation.")
@@ -84,6 +81,8 @@ def prepare(args: Any, world_size: int) -> None:
         if index >= count:
             raise UserError(f"--nproc-per-node is more than this machine's GPUs, {count}")
         torch.cuda.set_device(index)
+    if args.compile == "graphs":  # on the first stream nothing can be recorded, nor beside it
+        torch.cuda.set_stream(torch.cuda.Stream())
     torch.set_num_threads(args.torch_threads)
     torch.set_flush_denormal(True)  # Adam's moments of dead units; such small numbers are slow
     # Otherwise glibc returns large tensors' memory, and asks for new pages in the next update.
@@ -183,7 +182,8 @@ def captured(function: Callable, period: int = 1) -> Callable:
                 graph, places = torch.cuda.CUDAGraph(), [x.clone() for x in given]
                 rest = iter(places)
                 leaves = [next(rest) if isinstance(x, Tensor) else x for x in leaves]
-                with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                here = torch.cuda.current_stream()
+                with torch.cuda.graph(graph, stream=here, capture_error_mode="thread_local"):
                     results = function(*pytree.tree_unflatten(leaves, tree))
                 results = pytree.tree_map_only(Tensor, Tensor.detach, results)
                 graphs[key] = graph, places, results
