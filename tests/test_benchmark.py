@@ -581,4 +581,4 @@ def test_gpu_is_tried_out_on_a_cpu(tmp_path):
     never = next(row for row in rows if "return of 6000, evaluation" in row["what"])
     assert never["value"] == "" and never["note"].startswith("not within")
     assert {row["device"] for row in rows} == {"CPU, a trial"} and (tmp_path / "gpu.png").exists()
-    assert "python algos/ppo.py --env Hopper --num-envs 8" in rows[1]["command"]
+    assert "python algos/ppo.py --env Hopper --num-envs 8" in rows[2]["command"]

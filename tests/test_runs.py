@@ -715,7 +715,8 @@ def test_a_negated_flag_is_not_ignored_on_resume(tmp_path, monkeypatch):
     [
         ("Hopper", False, 10**9, 0, "cpu", 64),
         ("Hopper", True, 10**6, 0, "cpu", 64),
-        ("Hopper", True, 10**6, 128, "same", 128),
+        ("Hopper", True, 10**6, 1023, "cpu", 1023),
+        ("Hopper", True, 10**6, 1024, "same", 1024),
         ("Hopper", True, 10**9, 0, "same", 4096),
         ("Chasing", False, 10**9, 0, "same", 4096),
         ("Chasing", False, 10**9, 4, "same", 4),

@@ -100,12 +100,13 @@ def vec_env_class(name: str) -> type[VecEnv] | None:
 
 
 def simulates_on_gpu(name: str, num_envs: int) -> bool:
-    """Whether a GPU can compute so many of this environment, and is worth it (not measured yet).
+    """Whether a GPU can compute so many of this environment, and is worth it.
 
-    A step of MuJoCo is thousands of small kernels there, whose time depends little on `num_envs`.
+    A step of MuJoCo is thousands of small kernels there: an H100 takes 10.7 ms for that of 1024
+    Ants, about what 16 cores would, and 14.4 for that of 4096 (HalfCheetah: 2.4 and 3.1).
     """
     if NAMES.get(base_name(name)) == "mujoco":
-        return num_envs >= 128 and importlib.util.find_spec("mujoco_warp") is not None
+        return num_envs >= 1024 and importlib.util.find_spec("mujoco_warp") is not None
     return vec_env_class(name) is not None
 
 
