@@ -72,12 +72,6 @@ class Args(TransitionArgs):
     """width of the two hidden layers"""
 
 
-LIMITS = {
-    **dict.fromkeys(("num_steps", "batch_size", "buffer_size", "hidden_size"), (1, None)),
-    **dict.fromkeys(("gamma", "tau", "final_epsilon", "exploration_fraction"), (0, 1)),
-    "max_grad_norm": (1e-9, None),
-}
-
 # What differs by environment; a flag on the command line wins.
 TUNED = {
     "CartPole": dict(total_steps=50_000, eval_every=10_000, n_step=10, utd_ratio=0.5),
@@ -165,7 +159,7 @@ def update(agent: Agent, target: nn.Module, optimizer, q_loss, batch: dict, args
 
 
 def train(args: Args) -> Result:
-    run = Run(args, __file__, LIMITS)
+    run = Run(args, __file__)
     args = run.args
     workers = Workers(run, collect, "discrete", ahead=True)  # ahead: they collect during updates
     agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)

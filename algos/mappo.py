@@ -70,12 +70,6 @@ class Args(RunArgs):
     """width of the two hidden layers of actor and critic"""
 
 
-LIMITS = {
-    **dict.fromkeys(("num_steps", "epochs", "hidden_size"), (1, None)),
-    **dict.fromkeys(("gamma", "gae_lambda"), (0, 1)),
-    "max_grad_norm": (1e-9, None),
-}
-
 # What differs by environment; a flag on the command line wins.
 TUNED = {"Spread": dict(total_steps=3_000_000), "SpreadContinuous": dict(total_steps=3_000_000)}
 
@@ -270,7 +264,7 @@ def update(agent: Agent, optimizer, rollout, mappo_loss, args: Args) -> dict[str
 
 
 def train(args: Args) -> Result:
-    run = Run(args, __file__, LIMITS)
+    run = Run(args, __file__)
     args = run.args
     workers = Workers(run, collect, multi_agent=True)
     agent = Agent(workers.envs, args).to(run.device)

@@ -72,12 +72,6 @@ class Args(ReplayArgs):
     """width of the two hidden layers of actors and critics"""
 
 
-LIMITS = {
-    **dict.fromkeys(("num_steps", "batch_size", "buffer_size", "hidden_size"), (1, None)),
-    **dict.fromkeys(("gamma", "tau"), (0, 1)),
-    **{"max_grad_norm": (1e-9, None), "policy_delay": (1, None)},
-}
-
 # What differs by environment; a flag on the command line wins.
 TUNED = {}
 
@@ -258,7 +252,7 @@ def update(agent: Agent, target: Agent, optimizers, loss_functions, batch, numbe
 
 
 def train(args: Args) -> Result:
-    run = Run(args, __file__, LIMITS)
+    run = Run(args, __file__)
     args = run.args
     workers = Workers(run, collect, multi_agent=True)
     agent = Agent(workers.envs, args).to(run.device)

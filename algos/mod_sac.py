@@ -69,11 +69,6 @@ class Args(TransitionArgs):
     """width of the two hidden layers of actor and critics"""
 
 
-LIMITS = {
-    **dict.fromkeys(("num_steps", "batch_size", "buffer_size", "hidden_size"), (1, None)),
-    **dict.fromkeys(("gamma", "tau"), (0, 1)),
-}
-
 # What differs by environment; a flag on the command line wins.
 TUNED = {"Pendulum": dict(total_steps=10_000, warmup_steps=1000)}
 
@@ -235,7 +230,7 @@ def update(agent: Agent, target: Critics, optimizers, loss_functions, batch: dic
 
 
 def train(args: Args) -> Result:
-    run = Run(args, __file__, LIMITS)
+    run = Run(args, __file__)
     args = run.args
     workers = Workers(run, collect, "bounded", ahead=True)  # ahead: they collect during updates
     agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)

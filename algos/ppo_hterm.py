@@ -70,12 +70,8 @@ class Args(RunArgs):
     """M, rollouts in the memory"""
 
 
-LIMITS = {
-    **dict.fromkeys(("num_steps", "minibatch_size"), (2, None)),
-    **dict.fromkeys(("epochs", "hidden_size", "hterm_memory"), (1, None)),
-    **dict.fromkeys(("gamma", "gae_lambda"), (0, 1)),
-    "initial_log_std": (-10, 10),
-}
+LIMITS = {"num_steps": (2, None), "minibatch_size": (2, None), "initial_log_std": (-10, 10)}
+LIMITS["hterm_memory"] = (1, None)
 
 # What differs by environment, rows of ppo.py's; a flag on the command line wins.
 TUNED = {

@@ -75,12 +75,7 @@ class Args(TransitionArgs):
     """width of the two hidden layers of actor and critics"""
 
 
-LIMITS = {
-    **dict.fromkeys(("num_steps", "batch_size", "buffer_size", "hidden_size"), (1, None)),
-    **dict.fromkeys(("policy_delay", "ensemble_size", "subset_size"), (1, None)),
-    **dict.fromkeys(("gamma", "tau"), (0, 1)),
-    "target_entropy": (None, None),
-}
+LIMITS = {"ensemble_size": (1, None), "subset_size": (1, None), "target_entropy": (None, None)}
 
 # What differs by environment; a flag on the command line wins.
 TUNED = {

@@ -77,12 +77,8 @@ class Args(TransitionArgs):
     """width of the two hidden layers of actor and critics"""
 
 
-LIMITS = {
-    **dict.fromkeys(("num_steps", "batch_size", "buffer_size", "hidden_size"), (1, None)),
-    **dict.fromkeys(("gamma", "tau", "target_entropy_ratio", "exploration_fraction"), (0, 1)),
-    "exploration_length": (1, None),
-    "initial_temperature": (1e-9, None),
-}
+LIMITS = {"target_entropy_ratio": (0, 1), "exploration_length": (1, None)}
+LIMITS["initial_temperature"] = (1e-9, None)
 
 # What differs by environment; a flag on the command line wins.
 TUNED = {

@@ -70,8 +70,7 @@ class Args(ReplayArgs):
     """windows are from so many of the newest transitions: of older ones w is about 0"""
 
 
-LIMITS = dict.fromkeys(("batch_size", "buffer_size", "hidden_size", "hterm_length"), (1, None))
-LIMITS |= {"hterm_newest": (1, None), "gamma": (0, 1), "tau": (0, 1)}
+LIMITS = {"hterm_length": (1, None), "hterm_newest": (1, None)}
 
 # What differs by environment; a flag on the command line wins.
 TUNED = {"Pendulum": dict(total_steps=10_000, warmup_steps=1000)}

@@ -75,12 +75,8 @@ class Args(ReplayArgs):
     """windows are from so many of the newest transitions: of older ones w is about 0"""
 
 
-LIMITS = {
-    **dict.fromkeys(("batch_size", "buffer_size", "hidden_size"), (1, None)),
-    **dict.fromkeys(("policy_delay", "hterm_length", "hterm_newest"), (1, None)),
-    **dict.fromkeys(("gamma", "tau"), (0, 1)),
-    "exploration_noise": (1e-3, None),  # σ: the H-term needs a density
-}
+LIMITS = {"hterm_length": (1, None), "hterm_newest": (1, None)}
+LIMITS["exploration_noise"] = (1e-3, None)  # σ: the H-term needs a density
 
 # What differs by environment; a flag on the command line wins.
 TUNED = {"Pendulum": dict(total_steps=10_000, warmup_steps=1000, policy_delay=1)}

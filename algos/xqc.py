@@ -67,9 +67,7 @@ class Args(TransitionArgs):
     """width of the four hidden layers of the critics"""
 
 
-LIMITS = {"batch_size": (2, None), "gamma": (0, 1)}
-LIMITS |= dict.fromkeys(("num_steps", "buffer_size", "policy_delay"), (1, None))
-LIMITS |= dict.fromkeys(("hidden_size", "critic_hidden_size"), (1, None))
+LIMITS = {"batch_size": (2, None)}
 
 # What differs by environment; a flag on the command line wins.
 TUNED = {

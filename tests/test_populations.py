@@ -646,7 +646,7 @@ def test_mistakes_are_one_sentence(stand_in, tmp_path, capsys):
     lines = ROOT / "benchmark" / "lines.py"
     fails(f"--algo {lines}", f"{lines} needs play.py beside it, which scores its agents")
     (stand_in / "other.py").write_text("")
-    fails(f"--algo {stand_in}/other.py", "other.py, which has no Args, LIMITS and TUNED")
+    fails(f"--algo {stand_in}/other.py", "other.py, which has no Args and TUNED")
     fails("", "--total-steps stands after --, but the population sets it", "--total-steps 5")
     fails(known, "--gamma is 7.0; allowed is from 0 to 1", "--gamma 7")
     fails("--cpus 1000", "--cpus 1000 --gpus 0: no room for a run here")

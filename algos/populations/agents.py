@@ -298,9 +298,9 @@ def hyperparameters(
     does not take end this program as they would end the script.
     """
     script = load_script(algo)
-    if not all(hasattr(script, name) for name in ("Args", "LIMITS", "TUNED")):
-        raise UserError(f"the algorithm is {algo}, which has no Args, LIMITS and TUNED to train by")
-    limits = {**RUN_LIMITS, **script.LIMITS}
+    if not all(hasattr(script, name) for name in ("Args", "TUNED")):
+        raise UserError(f"the algorithm is {algo}, which has no Args and TUNED to train by")
+    limits = {**RUN_LIMITS, **getattr(script, "LIMITS", {})}
     defaults = script.Args(**script.TUNED.get(vec_envs.base_name(args.env), {}))
     given = tyro.cli(script.Args, prog=f"{script.__name__}.py", args=words, default=defaults)
     check_args(given, limits)

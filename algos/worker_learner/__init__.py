@@ -1,6 +1,6 @@
 """The shared code of the scripts: what they import, and what happens when.
 
-    run = Run(args, __file__, LIMITS)
+    run = Run(args, __file__)
         checks the arguments, replaces every `auto`, joins the other learners, seeds torch
     args = run.args
         those of this learner, one of `run.world_size`

@@ -90,10 +90,17 @@ class TransitionArgs(ReplayArgs):
     """sample in proportion to the TD error (Schaul 2016) instead of uniformly"""
 
 
+# Smallest and largest value of a flag, where a script has no LIMITS of its own for it.
 RUN_LIMITS = {
     **dict.fromkeys(("total_steps", "checkpoint_every", "log_every", "n_step"), (1, None)),
+    **dict.fromkeys(("num_steps", "batch_size", "minibatch_size", "buffer_size"), (1, None)),
+    **dict.fromkeys(("updates", "epochs", "policy_delay"), (1, None)),
+    **dict.fromkeys(("hidden_size", "critic_hidden_size"), (1, None)),
+    **dict.fromkeys(("gamma", "gae_lambda", "tau"), (0, 1)),
+    **dict.fromkeys(("final_epsilon", "exploration_fraction"), (0, 1)),
     **dict.fromkeys(("num_workers", "env_threads", "torch_threads"), (0, 1024)),
     **{"num_envs": (0, 2**20), "seed": (0, 2**31 - 1), "eval_episodes": (1, 10_000)},
+    "max_grad_norm": (1e-9, None),
 }
 
 # What N learners divide among themselves, where a script has it.
@@ -124,7 +131,7 @@ def check_args(args: Any, limits: dict[str, tuple]) -> None:
 
 def resolve(args: RunArgs, script: str, limits: dict[str, tuple]) -> RunArgs:
     """The arguments checked, with what depends on the machine decided."""
-    check_args(args, {**RUN_LIMITS, **limits})
+    check_args(args, limits)
     args, gpu, warmup = copy.copy(args), torch.cuda.is_available(), getattr(args, "warmup_steps", 0)
     if args.total_steps < warmup:
         least = f"at least --warmup-steps, {warmup}, before which nothing is learned"
@@ -163,7 +170,7 @@ def learners_share(args: RunArgs, rank: int, learners: int, limits: dict[str, tu
     args = copy.copy(args)
     for name in (name for name in SHARED if hasattr(args, name)):
         value = getattr(args, name)
-        low = limits.get(name, (int(name == "num_envs"), None))[0]
+        low = max(limits[name][0], int(name == "num_envs"))
         if value % learners or value // learners < low:
             several = f"a multiple of {learners}" + f", {low * learners} or more" * (low > 1)
             raise UserError(f"{flag(name)} is {value}; {learners} learners can share {several}")

@@ -45,12 +45,13 @@ class Run:
     """One training run: its arguments, folder, logs, evaluations and checkpoints.
 
     `args` are those of this learner, one of `world_size`; a single one has all that was asked for.
-    `limits` maps an argument's name to the (smallest, largest) value allowed, None for no bound;
-    an argument that is not in it must be 0 or more.
+    `limits` maps an argument's name to the (smallest, largest) value allowed, None for no bound,
+    where it has another than in RUN_LIMITS, or than 0 or more.
     Raises UserError, before anything is written, for arguments that cannot be.
     """
 
-    def __init__(self, args: RunArgs, script: str, limits: dict[str, tuple]):
+    def __init__(self, args: RunArgs, script: str, limits: dict[str, tuple] | None = None):
+        limits = {**arguments.RUN_LIMITS, **(limits or {})}
         self.script, self._path = Path(script).stem, Path(script)
         if learners.join_learners():
             die_with_parent()
