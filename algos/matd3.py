@@ -8,7 +8,8 @@ Ackermann, Gabler, Osa, Sugiyama 2019, arXiv:1910.01465. As in td3.py (no noise 
 
     python algos/matd3.py --env SpreadContinuous
 
-What differs from maddpg.py: `Critics`, target noise, `policy_delay`. From the paper: as maddpg.py.
+What differs from maddpg.py: `Critics`, the noise in `critic_loss`, and in `update` that actors and
+target networks wait (`policy_delay`). What differs from the paper: the same as in maddpg.py.
 """
 
 import copy

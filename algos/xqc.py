@@ -11,10 +11,11 @@ returns z_1 ... z_K: Q_i = Σ_k z_k p_ik. With p' those of the critic whose Q_i(
     python algos/xqc.py --env HalfCheetah
 
 What differs from crossq.py: `critic_loss`, `project`: cross-entropy has a bounded gradient. As
-`BatchNorm` follows each hidden layer, only the direction of weights counts: `normalize_weights`.
-The rate is 3e-4, annealed to a tenth; β₁ is 0.9. Rewards (n-step sums) are divided by σ, their
-return's deviation, and cut at ±10; z is −5 to 5, α is 0.01 at first, H̄ −dim(A)/2. Unlike the paper:
-no targets, 1 update a step (2), 256 units (512), 4 environments, γ 0.99; BatchNorm's ε is a guess.
+`BatchNorm` follows each hidden layer, only the direction of weights counts; `normalize_weights`
+keeps a step's angle at what the learning rate sets: 3e-4 (1e-3), annealed to a tenth, β₁ 0.9 (0.5).
+Rewards (n-step sums) are divided by σ, the deviation of their return, and cut at ±10; z is −5 to 5.
+Four hidden layers; α begins at 0.01, H̄ is −dim(A)/2. Unlike the paper: no target networks, 1 update
+a step (2), 256 units (512), 4 environments, γ = 0.99 (1 − 5/T); BatchNorm's constants are guesses.
 """
 
 import math
