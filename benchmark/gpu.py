@@ -9,7 +9,7 @@ Sections, in this order, in what is left of --minutes (what does not fit is said
     envs      env.step() alone, random actions
     typed     the speed of commands as somebody types them, beside --device cpu
     updates   sac.py's gradient updates with each --compile mode, physics being a small part
-    replay    sac.py and td3.py on Ant with a quarter of the environments
+    replay    sac.py on Ant with a quarter of the environments
     ppo       ppo.py on each robot till it earns 6000; seconds to 3000, 5000 and 6000
     compile   ppo.py's training speed with the other --compile modes
 
@@ -257,7 +257,7 @@ def typed(options: Options, clock: Clock) -> Iterator[Row]:
             yield what, "", "", "steps/s", "the minutes were over", ""
             continue
         script, _, flags = command.partition(".py ")
-        seconds, where = options.seconds or 8.0, dataclasses.replace(options, device=device)
+        seconds, where = options.seconds or 6.0, dataclasses.replace(options, device=device)
         found = train(where, script, flags, seconds, clock, ready=WARM_UP)
         speed = steady_speed([point for point in found[0] if point[0] >= WARM_UP])
         yield what, "", speed or "", "steps/s", found[3], found[4]
@@ -284,13 +284,12 @@ def updates(options: Options, clock: Clock) -> Iterator[Row]:
 
 
 def replay(options: Options, clock: Clock) -> Iterator[Row]:
-    """SAC and TD3 on Ant: 16 updates with 1024 transitions for each step of all environments."""
+    """SAC on Ant: 16 updates with 1024 transitions for each step of all environments."""
     num_envs = max(1, options.envs // 4)
-    for script in ("sac", "td3"):
-        flags = f"--env Ant --num-envs {num_envs} --utd-ratio {16 / num_envs} --batch-size 1024 "
-        flags += f"--warmup-steps {20 * num_envs} --log-every {num_envs} {ENDLESS} "
-        flags += f"--no-save-replay --eval-every {400 * num_envs} --eval-episodes 4"
-        yield from training(options, script, "Ant", flags, clock)
+    flags = f"--env Ant --num-envs {num_envs} --utd-ratio {16 / num_envs} --batch-size 1024 "
+    flags += f"--warmup-steps {20 * num_envs} --log-every {num_envs} {ENDLESS} "
+    flags += f"--no-save-replay --eval-every {400 * num_envs} --eval-episodes 4"
+    yield from training(options, "sac", "Ant", flags, clock)
 
 
 def ppo_flags(options: Options, name: str) -> str:
@@ -459,7 +458,7 @@ def main(options: Options) -> None:
             return
         options.sections = [name for name in options.sections if name != "parity"]
     device = "CPU, a trial" if options.device == "cpu" else torch.cuda.get_device_name()
-    shares = [0.7, 0.7] * ("replay" in options.sections)
+    shares = [1.0] * ("replay" in options.sections)
     if "ppo" in options.sections:  # walking takes its time, and longest the first robot
         shares += [6.0, *[3.0] * (len(options.robots) - 1)]
     shares += [1.0] * ("compile" in options.sections)  # stays for it
