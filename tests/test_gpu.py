@@ -199,11 +199,13 @@ class Recorder(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def record(graph: Recorder, capture_error_mode: str):
+def record(graph: Recorder, stream: None, capture_error_mode: str):
     Recorder.active += 1
-    with graph:
-        yield
-    Recorder.active -= 1
+    try:
+        with graph:
+            yield
+    finally:
+        Recorder.active -= 1
 
 
 def train_recorded(script: str, env: str, folder, monkeypatch, how: str) -> dict:
@@ -224,6 +226,8 @@ def test_a_graph_computes_what_it_recorded(script, env, tmp_path, monkeypatch):
         monkeypatch.setattr(torch.cuda, "CUDAGraph", Recorder)
         monkeypatch.setattr(torch.cuda, "graph", record)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: Recorder.active > 0)
+        for name in ("Stream", "set_stream", "current_stream"):
+            monkeypatch.setattr(torch.cuda, name, lambda *stream: None)
     monkeypatch.setattr(Recorder, "made", [])
 
     def rates_of_32_bits(run, update, period=1):
@@ -238,5 +242,6 @@ def test_a_graph_computes_what_it_recorded(script, env, tmp_path, monkeypatch):
     assert sum(graph.replays for graph in Recorder.made) > 2 or torch.cuda.is_available()
     monkeypatch.setattr(worker_learner.Run, "capture", rates_of_32_bits)
     theirs = train_recorded(script, env, tmp_path / "none", monkeypatch, "none")
-    close = 1e-4 if "_hterm" in script else 0  # a loss times a number: its gradients are times it
+    # A loss times a number: its gradients are times it. xqc.py adds in any order on a GPU.
+    close = 1e-4 if "_hterm" in script or script == "xqc" else 0
     torch.testing.assert_close(ours, theirs, rtol=close, atol=close)

@@ -1,5 +1,5 @@
 """How fast a run is: threads, compilation, CUDA graphs, memory. Compilation changes rounding, and
-random numbers: of rollouts, and of losses on a GPU. CUDA graphs change no number."""
+random numbers: of rollouts, and of losses on a GPU. CUDA graphs round learning rates to 32 bits."""
 
 import contextlib
 import ctypes
@@ -160,9 +160,9 @@ def compiled_rollout(collect: Callable, envs: Any, args: Any, num_steps: int) ->
 def captured(function: Callable, period: int = 1) -> Callable:
     """`function`, recorded as a CUDA graph: one launch for hundreds of kernels, the same results.
 
-    There is a graph for each combination of shapes and of numbers' remainders by `period`; twice
-    each runs without. Whatever is no tensor is changed in place: modules, optimizers. What a graph
-    returns is overwritten when it runs again.
+    There is a graph for each combination of shapes, and another where the number of an update is
+    the last of `period`; twice each runs without. Whatever is no tensor changes in place: modules,
+    optimizers. What a graph returns is overwritten when it runs again.
     """
     runs: dict[tuple, int] = {}
     graphs: dict[tuple, tuple] = {}
@@ -171,7 +171,9 @@ def captured(function: Callable, period: int = 1) -> Callable:
     def graphed(*inputs: Any) -> Any:
         leaves, tree = pytree.tree_flatten(inputs)
         given = [x for x in leaves if isinstance(x, Tensor)]
-        key = [x % period if type(x) is int else getattr(x, "shape", x) for x in leaves]
+        key = [
+            x % period == period - 1 if type(x) is int else getattr(x, "shape", x) for x in leaves
+        ]
         key = tuple(x if x.__hash__ else id(x) for x in key)
         runs[key] = runs.get(key, 0) + 1
         optimizers = [x for x in leaves if isinstance(x, torch.optim.Optimizer)]

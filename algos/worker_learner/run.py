@@ -132,7 +132,7 @@ class Run:
         return functions[0] if len(functions) == 1 else functions
 
     def capture(self, update: Callable, period: int = 1) -> Callable:
-        """`update` as a CUDA graph where --compile says so; what it does repeats after `period`."""
+        """`update` as a CUDA graph where --compile says so; the last of `period` is another."""
         return engine.captured(update, period) if self.args.compile == "graphs" else update
 
     def log(self, step: int, losses: dict[str, Tensor], **charts: Tensor | float) -> None:
