@@ -176,15 +176,13 @@ def captured(function: Callable, period: int = 1) -> Callable:
         ]
         key = tuple(x if x.__hash__ else id(x) for x in key)
         runs[key] = runs.get(key, 0) + 1
-        optimizers = [x for x in leaves if isinstance(x, torch.optim.Optimizer)]
-        with _capturable(optimizers, rates):
+        with _capturable(leaves, rates):
             if runs[key] <= 2 or torch.cuda.is_current_stream_capturing():
                 return function(*inputs)
             if key not in graphs:
-                graph, places = torch.cuda.CUDAGraph(), [x.clone() for x in given]
-                rest = iter(places)
-                leaves = [next(rest) if isinstance(x, Tensor) else x for x in leaves]
-                here = torch.cuda.current_stream()
+                graph, here = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+                leaves = [x.clone() if isinstance(x, Tensor) else x for x in leaves]
+                places = [x for x in leaves if isinstance(x, Tensor)]
                 with torch.cuda.graph(graph, stream=here, capture_error_mode="thread_local"):
                     results = function(*pytree.tree_unflatten(leaves, tree))
                 results = pytree.tree_map_only(Tensor, Tensor.detach, results)
@@ -199,9 +197,9 @@ def captured(function: Callable, period: int = 1) -> Callable:
 
 
 @contextlib.contextmanager
-def _capturable(optimizers: list, rates: dict[int, Tensor]) -> Iterator[None]:
-    """Their learning rates are tensors here: a number would stay in the graph as it is now."""
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+def _capturable(inputs: list, rates: dict[int, Tensor]) -> Iterator[None]:
+    """Optimizers' learning rates are tensors here: a number would stay in the graph as it is."""
+    groups = [group for x in inputs for group in getattr(x, "param_groups", ())]
     numbers = [group["lr"] for group in groups]
     for i, group in enumerate(groups):
         if i not in rates:
