@@ -1,7 +1,7 @@
 """Advantage actor-critic (A2C): one step of the policy gradient on each short rollout.
 
 Mnih, Badia, Mirza, Graves, Lillicrap, Harley, Silver, Kavukcuoglu 2016, arXiv:1602.01783, in its
-synchronous form. With the advantage Â_t and the return R_t = Â_t + V(s_t), constants in L,
+synchronous form. With the advantage Â_t and the return R_t = Â_t + V(s_t), both without a gradient,
 
     L(θ) = − E[ Â_t log π_θ(a_t|s_t) ]
            + c_V ½ E[ (V(s_t) − R_t)² ] − c_H E[ H(π(·|s_t)) ]
@@ -9,15 +9,16 @@ synchronous form. With the advantage Â_t and the return R_t = Â_t + V(s_t), co
     python algos/a2c.py --env CartPole       discrete actions
     python algos/a2c.py --env HalfCheetah    continuous actions (Box)
 
-A rollout is used once and thrown away; ppo.py takes many steps on it. What the paper does not have:
+A rollout is used once and thrown away; ppo.py takes many steps on it. What differs from the paper:
 - all environments step together, and one gradient is computed from all (paper: many threads);
 - Â_t is by `gae`; the paper's n-step return is the case λ = 1;
-- observations are normalised, rewards divided by the deviation of their return, by running
-  statistics, and both cut at ±10; the statistics are saved with the agent, frozen at evaluation
-  and fixed within an iteration;
+- observations are normalised, rewards divided by the standard deviation of their return, by
+  running statistics, and both clipped to ±10; the statistics are saved with the agent, frozen at
+  evaluation and fixed within an iteration;
 - a truncated episode bootstraps from the value of its true last observation (`gae`);
 - orthogonal weights, a last layer of the actor near zero, σ does not depend on the state;
-- actor and critic share no layer, gradients are clipped to a norm, c_H is 0.
+- actor and critic share no layer (as in its MuJoCo tasks), gradients are clipped to a norm, c_H is
+  0 (0.01 on Atari).
 """
 
 from dataclasses import dataclass
@@ -59,7 +60,7 @@ class Args(RunArgs):
     entropy_coef: float = 0.0
     """c_H, weight of the entropy bonus"""
     max_grad_norm: float = 0.5
-    """gradients longer than this are shortened to it"""
+    """largest norm of the gradient, which is clipped to it"""
     hidden_size: int = 64
     """width of the two hidden layers of actor and critic"""
     initial_log_std: float = 0.0
@@ -119,9 +120,9 @@ class Agent(nn.Module):
         """π(·|s) for normalised observations x (..., obs_dim)."""
         output = self.actor(x)
         if self.discrete:
-            return Categorical(logits=output, validate_args=False)
-        normal = Normal(output, self.log_std.exp().expand_as(output), validate_args=False)
-        return Independent(normal, 1, validate_args=False)  # log π(a|s): the sum over dimensions
+            return Categorical(logits=output)
+        normal = Normal(output, self.log_std.exp().expand_as(output))
+        return Independent(normal, 1)  # log π(a|s): the sum over dimensions
 
     def value(self, x: Tensor) -> Tensor:  # (..., obs_dim) -> (...)
         return self.critic(x).squeeze(-1)
@@ -175,7 +176,7 @@ def prepare(agent: Agent, rollout: dict[str, Tensor], args: Args) -> dict[str, T
 
 
 def policy_loss(log_prob: Tensor, advantage: Tensor) -> Tensor:
-    """− E[ Â log π(a|s) ], whose gradient is the policy gradient, − E[ Â ∇ log π(a|s) ].
+    """− E[ Â log π(a|s) ], whose gradient is minus the policy gradient, E[ Â ∇ log π(a|s) ].
 
     Â is a constant in it: `prepare` has computed it without a gradient.
     """
@@ -211,7 +212,7 @@ def update(agent: Agent, optimizer, rollout, a2c_loss, args: Args) -> dict[str, 
     norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
     optimizer.step()
     agent.normalizer.update(rollout["obs"])  # last, so that all of the above saw one normaliser
-    unexplained = batch["advantage"].var(correction=0)  # R − V_old = Â
+    unexplained = batch["advantage"].var(correction=0)  # R − V = Â
     unexplained = unexplained / (batch["returns"].var(correction=0) + 1e-8)
     losses = {name: x.detach() for name, x in losses.items()} | {"grad_norm": norm}
     return losses | {"explained_variance": 1 - unexplained}
@@ -229,8 +230,8 @@ def train(args: Args) -> Result:
     step = run.start(agent=agent, optimizer=optimizer, workers=workers)
 
     while step < args.total_steps:
-        left = 1 - step / args.total_steps
-        optimizer.param_groups[0]["lr"] = args.learning_rate * left
+        remaining = 1 - step / args.total_steps
+        optimizer.param_groups[0]["lr"] = args.learning_rate * remaining
         rollout = workers.collect()
         step += args.num_steps * args.num_envs * run.world_size
         losses = update(agent, optimizer, rollout, loss_function, args)

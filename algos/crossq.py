@@ -11,11 +11,12 @@ Bhatt, Palenicek, Belousov, Argus, Amiranashvili, Brox, Peters 2024, arXiv:1902.
     python algos/crossq.py --env Ant
 
 What differs from sac.py:
-- `BatchRenorm` before each layer of actor and critics (Ioffe 2017, arXiv:1702.03275). Statistics of
-  the batch only for the networks that learn, running ones elsewhere: for a' and the policy's Q.
-- `critic_loss`: the one pass; no target networks. `update`: the actor's step is delayed.
+- `BatchRenorm` before each layer of actor and critics (Ioffe 2017, arXiv:1702.03275). A network
+  uses the batch's statistics only while it is updated, a' and the Q of L(π) running ones.
+- `critic_loss`: the one pass; no target networks. `update`: the steps of actor and α are delayed.
 - Half the warm-up, wide critics, and Adam's β₁ = 0.5.
-What differs from the paper: four environments, critics 512 wide (2048), PyTorch's initial weights.
+What differs from the paper: four environments, critics 512 wide (2048), PyTorch's initial weights,
+α's β₁ is 0.5, too (its code: 0.9).
 """
 
 import math
@@ -132,7 +133,7 @@ class Actor(nn.Module):
     def sample(self, obs: Tensor) -> tuple[Tensor, Tensor]:
         """a = tanh(u), u ~ N(μ(s), σ(s)²) -> a (B, act_dim), log π(a|s) (B,)."""
         mean, log_std = self.mean_and_log_std(obs).chunk(2, -1)
-        normal = Normal(mean, log_std.clamp(-20, 2).exp(), validate_args=False)
+        normal = Normal(mean, log_std.clamp(-20, 2).exp())
         u = normal.rsample()
         return u.tanh(), log_density(normal, u)
 
@@ -196,7 +197,7 @@ def collect(agent: Agent, envs: vec_envs.VecEnv, rollout: dict[str, Tensor]) -> 
         rollout["episode_length"][t] = info["episode_length"]
 
 
-def critic_loss(agent: Agent, batch: dict, args: Args) -> tuple[Tensor, Tensor]:
+def critic_loss(agent: Agent, batch: dict) -> tuple[Tensor, Tensor]:
     """Σ_i E[ ½ w ( Q_i(s, a) − y )² ] with importance weights w, and the TD errors (B,)."""
     with torch.no_grad():
         next_action, next_log_prob = agent.actor.sample(batch["next_obs"])
@@ -233,7 +234,7 @@ def update(agent: Agent, optimizers, loss_functions, batch: dict, number: int, a
     critic_optimizer, actor_optimizer = optimizers
     critic_loss, actor_loss = loss_functions  # those above, compiled where --compile says so
 
-    q_loss, td_error = critic_loss(agent, batch, args)
+    q_loss, td_error = critic_loss(agent, batch)
     critic_optimizer.zero_grad()
     q_loss.backward()
     average_gradients(agent.critics)
@@ -286,7 +287,7 @@ def train(args: Args) -> Result:
 
         run.log_episodes(step, rollout)
         if step // args.log_every > before // args.log_every:
-            run.log(step, losses, replay_size=len(replay), policy_lag=workers.policy_lag)
+            run.log(step, losses, replay_size=len(replay))
         run.evaluate(step)
         run.checkpoint(step)
     return run.finish(step)

@@ -6,7 +6,7 @@
 2. Double Q-learning (van Hasselt, Guez, Silver 2016, arXiv:1509.06461): Q chooses, Q̄ evaluates,
        y = r + γ (1 − terminated) Q̄(s', argmax_a Q(s', a))
 3. Prioritised replay (Schaul et al. 2016, arXiv:1511.05952): transition i is drawn with
-   P(i) ∝ |δ_i|^α, δ = Q(s, a) − y when it was last drawn, and has the importance weight
+   P(i) ∝ |δ_i|^α, δ = Q(s, a) − y when last drawn (a new one: the largest), with the weight
        w_i = (size · P(i))^−β / max_j w_j,   β annealed to 1,   in   L(θ) = E[ w_i h(δ_i) ]
 4. Temporally extended ε-greedy (Dabney, Ostrovski, Barreto 2021, arXiv:2006.01782): a random action
    is repeated for some steps. Single random actions do not climb MountainCar's hill.
@@ -14,7 +14,7 @@
     python algos/d3qn.py --env MountainCar        an environment of vec_envs
     python algos/d3qn.py --env LunarLander-v3     a Gymnasium id
 
-What differs from dqn.py, in this order: `QNetwork`; `q_loss`; `prioritized` in `Args`; `collect`.
+What differs from dqn.py, 1 to 4: `QNetwork`; `q_loss`; `prioritized` in `Args`; `collect`.
 What differs from the papers, besides what dqn.py names: V and A have one layer each, and their
 gradients are not rescaled (Wang); a repetition's length is geometric with mean L, not zeta, and an
 episode's end cuts it; ε is the part of steps that are random, not of decisions (Dabney).
@@ -62,15 +62,15 @@ class Args(TransitionArgs):
     gamma: float = 0.99
     """γ, the discount factor"""
     tau: float = 0.01
-    """τ: how far the target network moves towards Q at each update"""
+    """τ: how far the target network moves at each of its updates"""
     final_epsilon: float = 0.05
-    """ε in the end: the probability of a random action"""
+    """final ε, the probability of a random action"""
     exploration_fraction: float = 0.2
-    """part of the run during which ε goes from 1 to --final-epsilon"""
+    """fraction of the run during which ε goes from 1 to --final-epsilon"""
     exploration_length: float = 1.0
-    """L: for how many steps a random action is repeated, in the mean (1: not at all)"""
+    """L: mean number of steps that a random action lasts (1: never repeated)"""
     max_grad_norm: float = 10.0
-    """gradients longer than this are shortened to it"""
+    """largest norm of the gradient, which is clipped to it"""
     hidden_size: int = 128
     """width of the two hidden layers"""
 
@@ -157,7 +157,7 @@ def epsilon_at(step: int, args: Args) -> float:
     return max(1 - (1 - args.final_epsilon) * progress, args.final_epsilon)
 
 
-def q_loss(agent: Agent, target: nn.Module, batch: dict, args: Args) -> tuple[Tensor, ...]:
+def q_loss(agent: Agent, target: nn.Module, batch: dict) -> tuple[Tensor, ...]:
     """E[ w h( Q(s, a) − y ) ] with importance weights w; Q(s, a) and the TD errors, each (B,)."""
     with torch.no_grad():
         next_obs = agent.normalizer(batch["next_obs"])
@@ -179,7 +179,7 @@ def soft_update(target: nn.Module, network: nn.Module, tau: float) -> None:
 
 def update(agent: Agent, target: nn.Module, optimizer, q_loss, batch: dict, args: Args):
     """One step of the Q-network -> what to log, the TD errors (B,)."""
-    loss, q, td_error = q_loss(agent, target, batch, args)  # compiled where --compile says so
+    loss, q, td_error = q_loss(agent, target, batch)  # compiled where --compile says so
     optimizer.zero_grad()
     loss.backward()
     average_gradients(agent.q_network)
@@ -207,8 +207,8 @@ def train(args: Args) -> Result:
     losses: dict[str, Tensor] = {}  # of the last update
     while step < args.total_steps:
         agent.epsilon.fill_(epsilon_at(step, args))
-        left = 1 - step / args.total_steps
-        optimizer.param_groups[0]["lr"] = args.learning_rate * left
+        remaining = 1 - step / args.total_steps
+        optimizer.param_groups[0]["lr"] = args.learning_rate * remaining
         rollout = workers.collect()
         replay.add(rollout)
         agent.normalizer.update(rollout["obs"])
@@ -221,7 +221,7 @@ def train(args: Args) -> Result:
 
         run.log_episodes(step, rollout)
         if step // args.log_every > before // args.log_every:
-            run.log(step, losses, replay_size=len(replay), policy_lag=workers.policy_lag)
+            run.log(step, losses, replay_size=len(replay))
         run.evaluate(step)
         run.checkpoint(step)
     return run.finish(step)

@@ -19,7 +19,7 @@ What differs from the paper (most values are those of TD3's authors):
 - Adam's rate is 1e-3 for both networks (actor 1e-4), τ = 0.005 (0.001), batches of 256 (64);
 - four environments collect, one update per transition; a truncated episode bootstraps from its true
   last observation; with --n-step, r is a sum of n discounted rewards and `discount` γⁿ (else γ);
-  with --prioritized, `weight` is not 1.
+  with --prioritized, `weight` corrects for how it samples (else 1).
 """
 
 import copy
@@ -143,7 +143,7 @@ def collect(agent: Agent, envs: vec_envs.VecEnv, rollout: dict[str, Tensor]) -> 
         rollout["episode_length"][t] = info["episode_length"]
 
 
-def critic_loss(agent: Agent, target: Agent, batch: dict, args: Args) -> tuple[Tensor, Tensor]:
+def critic_loss(agent: Agent, target: Agent, batch: dict) -> tuple[Tensor, Tensor]:
     """E[ ½ w ( Q(s, a) − y )² ] with importance weights w, and the TD errors (B,)."""
     with torch.no_grad():
         next_action = target.actor(batch["next_obs"])
@@ -172,7 +172,7 @@ def update(agent: Agent, target: Agent, optimizers, loss_functions, batch: dict,
     critic_optimizer, actor_optimizer = optimizers
     critic_loss, actor_loss = loss_functions  # those above, compiled where --compile says so
 
-    q_loss, td_error = critic_loss(agent, target, batch, args)
+    q_loss, td_error = critic_loss(agent, target, batch)
     critic_optimizer.zero_grad()
     q_loss.backward()
     average_gradients(agent.critic)
@@ -221,7 +221,7 @@ def train(args: Args) -> Result:
 
         run.log_episodes(step, rollout)
         if step // args.log_every > before // args.log_every:
-            run.log(step, losses, replay_size=len(replay), policy_lag=workers.policy_lag)
+            run.log(step, losses, replay_size=len(replay))
         run.evaluate(step)
         run.checkpoint(step)
     return run.finish(step)

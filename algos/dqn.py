@@ -17,7 +17,7 @@ What differs from the paper:
   episode bootstraps from its true last observation;
 - with --n-step, r is the discounted sum of n rewards, γⁿ replaces γ, both cut at an episode's end,
   and what exploration did in between is not corrected for;
-- with --prioritized, transitions are drawn by their TD errors, and w in the loss makes up for it.
+- with --prioritized, transitions are drawn by their TD errors, and w in the loss corrects for it.
 """
 
 import copy
@@ -61,13 +61,13 @@ class Args(TransitionArgs):
     gamma: float = 0.99
     """γ, the discount factor"""
     tau: float = 0.01
-    """τ: how far the target network moves towards Q at each update"""
+    """τ: how far the target network moves at each of its updates"""
     final_epsilon: float = 0.05
-    """ε in the end: the probability of a random action"""
+    """final ε, the probability of a random action"""
     exploration_fraction: float = 0.2
-    """part of the run during which ε goes from 1 to --final-epsilon"""
+    """fraction of the run during which ε goes from 1 to --final-epsilon"""
     max_grad_norm: float = 10.0
-    """gradients longer than this are shortened to it"""
+    """largest norm of the gradient, which is clipped to it"""
     hidden_size: int = 128
     """width of the two hidden layers"""
 
@@ -128,7 +128,7 @@ def epsilon_at(step: int, args: Args) -> float:
     return max(1 - (1 - args.final_epsilon) * progress, args.final_epsilon)
 
 
-def q_loss(agent: Agent, target: nn.Module, batch: dict, args: Args) -> tuple[Tensor, ...]:
+def q_loss(agent: Agent, target: nn.Module, batch: dict) -> tuple[Tensor, ...]:
     """E[ w h( Q(s, a) − y ) ] with importance weights w; Q(s, a) and the TD errors, each (B,)."""
     with torch.no_grad():
         next_value = target(agent.normalizer(batch["next_obs"])).amax(-1)
@@ -148,7 +148,7 @@ def soft_update(target: nn.Module, network: nn.Module, tau: float) -> None:
 
 def update(agent: Agent, target: nn.Module, optimizer, q_loss, batch: dict, args: Args):
     """One step of the Q-network -> what to log, the TD errors (B,)."""
-    loss, q, td_error = q_loss(agent, target, batch, args)  # compiled where --compile says so
+    loss, q, td_error = q_loss(agent, target, batch)  # compiled where --compile says so
     optimizer.zero_grad()
     loss.backward()
     average_gradients(agent.q_network)
@@ -175,8 +175,8 @@ def train(args: Args) -> Result:
     losses: dict[str, Tensor] = {}  # of the last update
     while step < args.total_steps:
         agent.epsilon.fill_(epsilon_at(step, args))
-        left = 1 - step / args.total_steps
-        optimizer.param_groups[0]["lr"] = args.learning_rate * left
+        remaining = 1 - step / args.total_steps
+        optimizer.param_groups[0]["lr"] = args.learning_rate * remaining
         rollout = workers.collect()
         replay.add(rollout)
         agent.normalizer.update(rollout["obs"])
@@ -189,7 +189,7 @@ def train(args: Args) -> Result:
 
         run.log_episodes(step, rollout)
         if step // args.log_every > before // args.log_every:
-            run.log(step, losses, replay_size=len(replay), policy_lag=workers.policy_lag)
+            run.log(step, losses, replay_size=len(replay))
         run.evaluate(step)
         run.checkpoint(step)
     return run.finish(step)

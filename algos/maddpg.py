@@ -13,13 +13,14 @@ its own reward r^i: agents may cooperate or compete. With Q̄, μ̄ the slow tar
     python algos/maddpg.py --env pettingzoo:mpe2.simple_tag_v3        three chase one
 
 Discrete actions are drawn by the straight-through Gumbel-softmax (Jang, Gu, Poole 2017,
-arXiv:1611.01144): one-hot forwards, the gradient of the softmax backwards; L(θ^i) then has 10⁻⁴
-times the mean squared logit besides (the authors' code: 10⁻³, of unscaled rewards). Continuous ones
-get normal noise. What differs from the paper: no ensembles and no inference of policies; rewards
-times 0.1; learning rates of 1e-3 (paper: 1e-2), annealed to zero; 64 environments and an update
-after every 50 steps (100); one gradient norm of all agents is clipped (the authors' code: each
-matrix's); a truncated episode bootstraps from its true last observation; an agent that has left the
-episode has the value 0 and does not learn.
+arXiv:1611.01144): one-hot forwards, the gradient of the softmax backwards (the authors' code: the
+relaxed sample itself); L(θ^i) then has 10⁻⁴ times the mean squared logit besides (their code: 10⁻³,
+of unscaled rewards). Continuous actions are tanh plus normal noise (theirs: a Gaussian policy).
+What else differs from the paper: no ensembles, no inference of policies; rewards times 0.1;
+learning rates of 1e-3 (1e-2), annealed to zero; 64 environments, an update after every 50 steps
+(100) from step 5000 on (25,600), 200,000 steps in the replay buffer (10⁶); the gradient norm of all
+agents together is clipped (their code: each matrix's); a truncated episode bootstraps from its true
+last observation; an agent that has left the episode has the value 0 and does not learn.
 """
 
 import copy
@@ -72,7 +73,7 @@ class Args(ReplayArgs):
     reward_scale: float = 0.1
     """factor of all rewards"""
     max_grad_norm: float = 0.5
-    """gradients longer than this are shortened to it"""
+    """largest norm of the gradient, which is clipped to it"""
     hidden_size: int = 64
     """width of the two hidden layers of actors and critics"""
 
@@ -127,7 +128,7 @@ class Agent(nn.Module):
         """The actions, or entries of an action, that an agent has now (B, A, outputs) bool."""
         mask = self.action_mask.expand(*obs.shape[:-1], -1)
         allowed = obs[..., -mask.shape[-1] :] > 0 if self.available_in_obs else mask
-        return mask & (allowed | ~allowed.any(-1, keepdim=True))  # all, once it has left
+        return mask & (allowed | ~allowed.any(-1, keepdim=True))  # all if it has left: not used
 
     def outputs(self, obs: Tensor) -> Tensor:
         """Logits, or actions before tanh, (B, A, outputs)."""
@@ -154,7 +155,7 @@ def collect(agent: Agent, envs: vec_envs.VecEnv, rollout: dict[str, Tensor]) -> 
         obs = envs.obs
         output = agent.outputs(obs)
         if agent.discrete:
-            action = Categorical(logits=output, validate_args=False).sample()
+            action = Categorical(logits=output).sample()
         else:
             noise = agent.exploration_noise * torch.randn_like(output)
             action = (output.tanh() + noise * agent.available(obs)).clamp(-1, 1)
@@ -173,7 +174,7 @@ def collect(agent: Agent, envs: vec_envs.VecEnv, rollout: dict[str, Tensor]) -> 
 
 
 def masked_mean(x: Tensor, alive: Tensor) -> Tensor:
-    """Mean of x over living agents, (B, A); averaged over learners, that of all their agents."""
+    """Mean of x (B, A) over living agents; its average over learners is that of all of them."""
     return (x * alive).sum() / mean_over_learners(alive.sum()).clamp(min=1)
 
 

@@ -65,7 +65,7 @@ class Args(RunArgs):
     entropy_coef: float = 0.03
     """c_H, weight of the entropy bonus, annealed linearly to zero"""
     max_grad_norm: float = 0.5
-    """gradients longer than this are shortened to it"""
+    """largest norm of the gradient, which is clipped to it"""
     hidden_size: int = 64
     """width of the two hidden layers of actor and critic"""
 
@@ -98,7 +98,7 @@ class Agent(nn.Module):
         outputs = int(action_space.n) if self.discrete else action_space.shape[0]
         self.centralized_value = args.centralized_value
         self.available_in_obs = envs.available_in_obs
-        self.normalizer = Normalizer(agents * obs_dim)  # each agent's entries by themselves
+        self.normalizer = Normalizer(agents * obs_dim)  # separate statistics of each agent
         self.state_normalizer = Normalizer(envs.state_dim)
         self.return_statistics = Normalizer(1)
         self.actor = mlp(obs_dim + agents, args.hidden_size, outputs, last_gain=0.01)
@@ -131,23 +131,24 @@ class Agent(nn.Module):
         """The actions, or entries of an action, that there are now (..., A, outputs) bool."""
         mask = self.action_mask.expand(*obs.shape[:-1], -1)
         allowed = obs[..., -mask.shape[-1] :] > 0 if self.available_in_obs else mask
-        return mask & (allowed | ~allowed.any(-1, keepdim=True))  # all, once it has left
+        return mask & (allowed | ~allowed.any(-1, keepdim=True))  # all if it has left: not used
 
     def policy(self, obs: Tensor) -> Distribution:
         """π(·|o, i) for observations (..., A, obs_dim)."""
         output, missing = self.actor(self.with_id(self.normalize(obs))), ~self.available(obs)
         if self.discrete:
-            return Categorical(logits=output.masked_fill(missing, -1e9), validate_args=False)
+            return Categorical(logits=output.masked_fill(missing, -1e9))
         std = self.log_std.exp().expand_as(output).masked_fill(missing, 1)
         # N(0, 1) where an agent does not have such an entry: it has no effect on ρ.
-        normal = Normal(output.masked_fill(missing, 0), std, validate_args=False)
-        return Independent(normal, 1, validate_args=False)
+        normal = Normal(output.masked_fill(missing, 0), std)
+        return Independent(normal, 1)
 
     def value(self, obs: Tensor, state: Tensor) -> Tensor:
         """V(s, i) (..., A), for states (..., state_dim); the critic's output is normalised V."""
-        x = self.normalize(obs)
         if self.centralized_value:
             x = self.state_normalizer(state).unsqueeze(-2).expand(*obs.shape[:-1], -1)
+        else:
+            x = self.normalize(obs)
         mean, std = self.return_statistics.mean, (self.return_statistics.var + 1e-8).sqrt()
         return mean + std * self.critic(self.with_id(x)).squeeze(-1)
 
@@ -173,7 +174,7 @@ def collect(agent: Agent, envs: vec_envs.VecEnv, rollout: dict[str, Tensor]) -> 
 
 
 def gae(reward, value, next_value, terminated, done, args: Args) -> Tensor:
-    """Generalised advantage estimation (Schulman 2016, arXiv:1506.02438), all (T, N, A).
+    """Generalised advantage estimation (Schulman 2016, arXiv:1506.02438), (T, N, A) or (T, N, 1).
 
     δ_t = r_t + γ (1 − terminated_t) V(s'_t) − V(s_t)      s'_t: the true next observation
     Â_t = δ_t + γ λ (1 − done_t) Â_{t+1}
@@ -204,7 +205,7 @@ def prepare(agent: Agent, rollout: dict[str, Tensor], args: Args) -> dict[str, T
 
 
 def masked_mean(x: Tensor, alive: Tensor) -> Tensor:
-    """Mean of x over living agents, (B, A); averaged over learners, that of all their agents."""
+    """Mean of x (B, A) over living agents; its average over learners is that of all of them."""
     return (x * alive).sum() / mean_over_learners(alive.sum()).clamp(min=1)
 
 
@@ -238,7 +239,7 @@ def mappo_loss(agent: Agent, batch: dict[str, Tensor], args: Args) -> tuple[Tens
     loss = loss - agent.entropy_coef * losses["entropy"]
     with torch.no_grad():
         ratio = log_ratio.exp()
-        losses["approx_kl"] = masked_mean(ratio - 1 - log_ratio, alive)  # Schulman's, never < 0
+        losses["approx_kl"] = masked_mean(ratio - 1 - log_ratio, alive)  # of KL(π_old‖π), ≥ 0
         losses["clip_fraction"] = masked_mean(((ratio - 1).abs() > args.clip).float(), alive)
     return loss, losses
 
@@ -275,9 +276,9 @@ def train(args: Args) -> Result:
     step = run.start(agent=agent, optimizer=optimizer, workers=workers)
 
     while step < args.total_steps:
-        left = 1 - step / args.total_steps
-        optimizer.param_groups[0]["lr"] = args.learning_rate * left
-        agent.entropy_coef.fill_(args.entropy_coef * left)
+        remaining = 1 - step / args.total_steps
+        optimizer.param_groups[0]["lr"] = args.learning_rate * remaining
+        agent.entropy_coef.fill_(args.entropy_coef * remaining)
         rollout = workers.collect()
         step += args.num_steps * args.num_envs * run.world_size
         losses = update(agent, optimizer, rollout, loss_function, args)

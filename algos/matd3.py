@@ -9,7 +9,8 @@ Ackermann, Gabler, Osa, Sugiyama 2019, arXiv:1910.01465. As in td3.py (no noise 
     python algos/matd3.py --env SpreadContinuous
 
 What differs from maddpg.py: `Critics`, the noise in `critic_loss`, and in `update` that actors and
-target networks wait (`policy_delay`). What differs from the paper: the same as in maddpg.py.
+target networks wait (`policy_delay`). What differs from the paper: the same as in maddpg.py, and no
+noise on discrete target actions.
 """
 
 import copy
@@ -60,7 +61,7 @@ class Args(ReplayArgs):
     target_noise: float = 0.2
     """σ̃ of the noise on the target actors' continuous actions"""
     target_noise_clip: float = 0.5
-    """c: where that noise is cut"""
+    """c: limit of that noise"""
     policy_delay: int = 2
     """d: updates of the critics per update of actors and target networks"""
     logit_cost: float = 1e-4
@@ -68,7 +69,7 @@ class Args(ReplayArgs):
     reward_scale: float = 0.1
     """factor of all rewards"""
     max_grad_norm: float = 0.5
-    """gradients longer than this are shortened to it"""
+    """largest norm of the gradient, which is clipped to it"""
     hidden_size: int = 64
     """width of the two hidden layers of actors and critics"""
 
@@ -131,7 +132,7 @@ class Agent(nn.Module):
         """The actions, or entries of an action, that an agent has now (B, A, outputs) bool."""
         mask = self.action_mask.expand(*obs.shape[:-1], -1)
         allowed = obs[..., -mask.shape[-1] :] > 0 if self.available_in_obs else mask
-        return mask & (allowed | ~allowed.any(-1, keepdim=True))  # all, once it has left
+        return mask & (allowed | ~allowed.any(-1, keepdim=True))  # all if it has left: not used
 
     def outputs(self, obs: Tensor) -> Tensor:
         """Logits, or actions before tanh, (B, A, outputs)."""
@@ -158,7 +159,7 @@ def collect(agent: Agent, envs: vec_envs.VecEnv, rollout: dict[str, Tensor]) -> 
         obs = envs.obs
         output = agent.outputs(obs)
         if agent.discrete:
-            action = Categorical(logits=output, validate_args=False).sample()
+            action = Categorical(logits=output).sample()
         else:
             noise = agent.exploration_noise * torch.randn_like(output)
             action = (output.tanh() + noise * agent.available(obs)).clamp(-1, 1)
@@ -177,7 +178,7 @@ def collect(agent: Agent, envs: vec_envs.VecEnv, rollout: dict[str, Tensor]) -> 
 
 
 def masked_mean(x: Tensor, alive: Tensor) -> Tensor:
-    """Mean of x over living agents, (B, A); averaged over learners, that of all their agents."""
+    """Mean of x (B, A) over living agents; its average over learners is that of all of them."""
     return (x * alive).sum() / mean_over_learners(alive.sum()).clamp(min=1)
 
 

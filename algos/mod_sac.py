@@ -4,18 +4,19 @@ The rule is that of ElegantRL's ModSAC. With L(Q), the critics' loss, after each
 
     L̄ ← 0.995 L̄ + 0.005 L(Q),  L̄ = 1 at first
     λ = exp( − L̄² )                               reliability of the critics, in (0, 1]
-    n ← n + 1 / (2 − λ),  n = 0 at first          updates that the policy is owed
+    n ← n + 1 / (2 − λ),  n = 0 at first          updates of the policy that are due
     if  n > 0:  n ← n − 1  and update actor and temperature
 
 so that the policy moves at every update of the critics while their loss is small (λ → 1), and at
-every second while it is large (λ → 0): two time scales, of which the slower adapts.
+every second while it is large (λ → 0).
 
     python algos/mod_sac.py --env HalfCheetah
 
-What differs from sac.py: `critics_reliability`, and in `update` the question whether the policy
-moves (on a GPU the one point of an update that waits for the device).
+What differs from sac.py: `critics_reliability`, and the `if` in `update` (on a GPU the only place
+where an update waits for the device).
 What differs from ElegantRL: it compares n_π / n_Q, of the updates since the last rollout, with
-1 / (2 − λ), and in some of its versions the temperature does not wait.
+1 / (2 − λ); its L(Q) was half the sum of two smooth L1 losses (here of squares); in some of its
+versions the temperature does not wait.
 L(Q) has the unit of a squared return, so what is "large" depends on the rewards, which this script
 does not scale: the rule adapts where L(Q) comes below about 2; where rewards are so large that it
 never does, λ is 0 and the rule is a constant delay of two.
@@ -64,7 +65,7 @@ class Args(TransitionArgs):
     gamma: float = 0.99
     """γ, the discount factor"""
     tau: float = 0.005
-    """τ: how far the target networks move towards the critics at each update"""
+    """τ: how far the target networks move at each of their updates"""
     hidden_size: int = 256
     """width of the two hidden layers of actor and critics"""
 
@@ -95,7 +96,7 @@ class Actor(nn.Module):
     def sample(self, obs: Tensor) -> tuple[Tensor, Tensor]:
         """a = tanh(u), u ~ N(μ(s), σ(s)²) -> a (B, act_dim), log π(a|s) (B,)."""
         mean, log_std = self.mean_and_log_std(obs).chunk(2, -1)
-        normal = Normal(mean, log_std.clamp(-20, 2).exp(), validate_args=False)
+        normal = Normal(mean, log_std.clamp(-20, 2).exp())
         u = normal.rsample()
         return u.tanh(), log_density(normal, u)
 
@@ -160,7 +161,7 @@ def collect(agent: Agent, envs: vec_envs.VecEnv, rollout: dict[str, Tensor]) -> 
         rollout["episode_length"][t] = info["episode_length"]
 
 
-def critic_loss(agent: Agent, target: Critics, batch: dict, args: Args) -> tuple[Tensor, Tensor]:
+def critic_loss(agent: Agent, target: Critics, batch: dict) -> tuple[Tensor, Tensor]:
     """Σ_i E[ ½ w ( Q_i(s, a) − y )² ] with importance weights w, and the TD errors (B,)."""
     with torch.no_grad():
         next_action, next_log_prob = agent.actor.sample(batch["next_obs"])
@@ -204,7 +205,7 @@ def update(agent: Agent, target: Critics, optimizers, loss_functions, batch: dic
     critic_optimizer, actor_optimizer = optimizers
     critic_loss, actor_loss = loss_functions  # those above, compiled where --compile says so
 
-    q_loss, td_error = critic_loss(agent, target, batch, args)
+    q_loss, td_error = critic_loss(agent, target, batch)
     critic_optimizer.zero_grad()
     q_loss.backward()
     average_gradients(agent.critics)
@@ -261,7 +262,7 @@ def train(args: Args) -> Result:
 
         run.log_episodes(step, rollout)
         if step // args.log_every > before // args.log_every:
-            run.log(step, losses, replay_size=len(replay), policy_lag=workers.policy_lag)
+            run.log(step, losses, replay_size=len(replay))
         run.evaluate(step)
         run.checkpoint(step)
     return run.finish(step)

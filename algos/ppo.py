@@ -12,12 +12,13 @@ Schulman, Wolski, Dhariwal, Radford, Klimov 2017, arXiv:1707.06347. With the pro
 What differs from a2c.py: `policy_loss` has the ratio and the clip; `update` makes several epochs of
 minibatches, by Adam; `adapt_learning_rate`: with --target-kl the rate follows the KL divergence, as
 in the paper's Roboschool runs, else it is annealed, as in its Atari runs. Not in the paper:
-- observations are normalised, rewards divided by the deviation of their return, by running
-  statistics, and both cut at ±10; the statistics are saved with the agent, frozen at evaluation
-  and fixed within an iteration, so that π_old and π_θ see the same numbers;
+- observations are normalised, rewards divided by the standard deviation of their return, by
+  running statistics, and both clipped to ±10; the statistics are saved with the agent, frozen at
+  evaluation and fixed within an iteration, so that π_old and π_θ see the same numbers;
 - advantages are normalised in each minibatch, gradients are clipped to a norm;
 - a truncated episode bootstraps from the value of its true last observation (`gae`);
-- 64 environments; orthogonal weights, a last layer of the actor near zero.
+- orthogonal weights, a last layer of the actor near zero.
+Other values than its MuJoCo runs: 64 environments of 64 steps (1 of 2048), minibatches of 512 (64).
 """
 
 from dataclasses import dataclass
@@ -67,7 +68,7 @@ class Args(RunArgs):
     entropy_coef: float = 0.0
     """c_H, weight of the entropy bonus"""
     max_grad_norm: float = 0.5
-    """gradients longer than this are shortened to it"""
+    """largest norm of the gradient, which is clipped to it"""
     hidden_size: int = 64
     """width of the two hidden layers of actor and critic"""
     initial_log_std: float = 0.0
@@ -140,9 +141,9 @@ class Agent(nn.Module):
         """π(·|s) for normalised observations x (..., obs_dim)."""
         output = self.actor(x)
         if self.discrete:
-            return Categorical(logits=output, validate_args=False)
-        normal = Normal(output, self.log_std.exp().expand_as(output), validate_args=False)
-        return Independent(normal, 1, validate_args=False)  # log π(a|s): the sum over dimensions
+            return Categorical(logits=output)
+        normal = Normal(output, self.log_std.exp().expand_as(output))
+        return Independent(normal, 1)  # log π(a|s): the sum over dimensions
 
     def value(self, x: Tensor) -> Tensor:  # (..., obs_dim) -> (...)
         return self.critic(x).squeeze(-1)
@@ -223,7 +224,7 @@ def ppo_loss(agent: Agent, batch: dict[str, Tensor], args: Args) -> tuple[Tensor
     loss = loss - args.entropy_coef * losses["entropy"]
     with torch.no_grad():
         ratio = log_ratio.exp()
-        losses["approx_kl"] = (ratio - 1 - log_ratio).mean()  # Schulman's estimator, never < 0
+        losses["approx_kl"] = (ratio - 1 - log_ratio).mean()  # estimate of KL(π_old‖π), ≥ 0
         losses["clip_fraction"] = ((ratio - 1).abs() > args.clip).float().mean()
     return loss, losses
 
@@ -273,9 +274,9 @@ def train(args: Args) -> Result:
     step = run.start(agent=agent, optimizer=optimizer, workers=workers)
 
     while step < args.total_steps:
-        left = 1 - step / args.total_steps
+        remaining = 1 - step / args.total_steps
         if args.target_kl == 0:  # else `update` adapts it
-            optimizer.param_groups[0]["lr"] = args.learning_rate * left
+            optimizer.param_groups[0]["lr"] = args.learning_rate * remaining
         rollout = workers.collect()
         step += args.num_steps * args.num_envs * run.world_size
         losses = update(agent, optimizer, rollout, loss_function, args)

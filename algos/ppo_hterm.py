@@ -6,16 +6,16 @@ return as an energy and raise the log-probability of remembered trajectories. Wi
 
     memory   the last M rollouts; each minibatch is joined by one of half its size, drawn from them
     L_H(θ) = − E[ w/w̄ σ̄² log π_θ(a|s) ] + 0.05 E[ (R − V_θ(s))² ],   w = min(exp Â, 3)
-    L(θ)   = L_PPO + λ_H L_H       Â = R − V_θ(s), with mean 0 and deviation 1 in the minibatch
+    L(θ)   = L_PPO + λ_H L_H       Â = R − V_θ(s), with mean 0 and variance 1 in the minibatch
 
     python algos/ppo_hterm.py --env Ant
 
 L_H is advantage-weighted regression (AWR; Peng 2019, arXiv:1910.00177), akin to self-imitation (Oh
-2018, arXiv:1806.05635). What differs from ppo.py: `remember`, `hamiltonian_term`, their part in
-`update`, where λ_H falls linearly to zero; continuous actions only. With λ_H = 0 it is ppo.py, bit
-for bit. What differs from AWR: PPO's loss beside it; Â is standardised (paper: over a temperature),
-w at most 3 (20) and over its mean, R of the present critic; only the mean μ learns, where σ̄², the
-mean of σ², gives the regression ½ w ‖a − μ_θ(s)‖², and log π + H(π) is cut at −20.
+2018, arXiv:1806.05635). What differs from ppo.py: `recall`, `hamiltonian_term`, their part in
+`update`, where λ_H falls linearly to zero; continuous actions only; c_V = 0.5, c_H = 0, a gradient
+norm of at most 0.5. With λ_H = 0 it is ppo.py at these values, bit for bit. What differs from AWR:
+PPO's loss beside it; w is at most 3 (20) and divided by its mean; only the mean μ learns: where all
+σ are equal, −σ̄² log π is ½ ‖a − μ_θ(s)‖² and a constant; log π + H(π) is clipped at −20.
 """
 
 from dataclasses import dataclass
@@ -120,8 +120,8 @@ class Agent(nn.Module):
         """π(·|s) for normalised x (..., obs_dim), a Gaussian where the action range is [−1, 1]."""
         output = self.actor(x)
         log_std = self.log_std.detach() if fixed_std else self.log_std
-        normal = Normal(output, log_std.exp().expand_as(output), validate_args=False)
-        return Independent(normal, 1, validate_args=False)  # log π(a|s): the sum over dimensions
+        normal = Normal(output, log_std.exp().expand_as(output))
+        return Independent(normal, 1)  # log π(a|s): the sum over dimensions
 
     def value(self, x: Tensor) -> Tensor:  # (..., obs_dim) -> (...)
         return self.critic(x).squeeze(-1)
@@ -196,13 +196,13 @@ def ppo_loss(agent: Agent, batch: dict[str, Tensor], args: Args) -> tuple[Tensor
     loss = losses["policy"] + 0.5 * losses["value"]
     with torch.no_grad():
         ratio = log_ratio.exp()
-        losses["approx_kl"] = (ratio - 1 - log_ratio).mean()  # Schulman's estimator, never < 0
+        losses["approx_kl"] = (ratio - 1 - log_ratio).mean()  # estimate of KL(π_old‖π), ≥ 0
         losses["clip_fraction"] = ((ratio - 1).abs() > args.clip).float().mean()
     return loss, losses
 
 
 @torch.no_grad()
-def remember(agent: Agent, memory: ReplayBuffer, args: Args) -> dict[str, Tensor]:
+def recall(agent: Agent, memory: ReplayBuffer, args: Args) -> dict[str, Tensor]:
     """Transitions of the memory and their λ-returns by the present critic, (T·W, ...)."""
     # A quarter of the memory, W windows of T steps: V of all would take as long as the epochs.
     windows = memory.windows(max(1, args.hterm_memory * args.num_envs // 4), args.num_steps)
@@ -226,12 +226,12 @@ def hamiltonian_term(agent: Agent, past: dict[str, Tensor], args: Args) -> Tenso
     return 0.05 * advantage.square().mean() - likelihood
 
 
-def update(agent: Agent, optimizer, rollout, memory, ppo_loss, hamiltonian_term, left, args: Args):
+def update(agent: Agent, optimizer, rollout, memory, ppo_loss, hamiltonian_term, coef, args: Args):
     """Some epochs of minibatch gradient steps -> mean of each logged quantity."""
     batch = prepare(agent, rollout, args)
-    if args.hterm_coef > 0:
+    if coef > 0:
         memory.add(rollout)
-        past, half = remember(agent, memory, args), max(2, args.minibatch_size // 2)
+        past, half = recall(agent, memory, args), max(2, args.minibatch_size // 2)
     size, device = len(batch["obs"]), batch["obs"].device
     logged = []
     for _ in range(args.epochs):
@@ -239,10 +239,10 @@ def update(agent: Agent, optimizer, rollout, memory, ppo_loss, hamiltonian_term,
             if len(index) < 2:  # a single advantage cannot be normalised
                 continue
             loss, losses = ppo_loss(agent, {name: x[index] for name, x in batch.items()}, args)
-            if args.hterm_coef > 0:
+            if coef > 0:
                 drawn = torch.randint(len(past["obs"]), (half,), device=device)
                 term = hamiltonian_term(agent, {name: x[drawn] for name, x in past.items()}, args)
-                loss = loss + args.hterm_coef * left * term
+                loss = loss + coef * term
                 losses["hamiltonian"] = term
             optimizer.zero_grad()
             loss.backward()
@@ -277,12 +277,13 @@ def train(args: Args) -> Result:
     step = run.start(agent=agent, optimizer=optimizer, workers=workers, memory=memory)
 
     while step < args.total_steps:
-        left = 1 - step / args.total_steps
+        remaining = 1 - step / args.total_steps
         if args.target_kl == 0:  # else `update` adapts it
-            optimizer.param_groups[0]["lr"] = args.learning_rate * left
+            optimizer.param_groups[0]["lr"] = args.learning_rate * remaining
         rollout = workers.collect()
         step += args.num_steps * args.num_envs * run.world_size
-        losses = update(agent, optimizer, rollout, memory, *loss_functions, left, args)
+        coef = args.hterm_coef * remaining
+        losses = update(agent, optimizer, rollout, memory, *loss_functions, coef, args)
 
         run.log_episodes(step, rollout)
         run.log(step, losses, learning_rate=optimizer.param_groups[0]["lr"])

@@ -11,7 +11,7 @@ from the true next observation s'_t of every step, computed before the epochs,
     python algos/pqn.py --env LunarLander-v3      a Gymnasium id
 
 What differs from dqn.py:
-- `mlp`: LayerNorm before each ReLU bounds how far one update can move the other states' Q.
+- `mlp`: LayerNorm before each ReLU; with it, TD learning is stable without a target network.
 - `lambda_returns` carry the reward of a whole rollout back at once. Random actions do not cut them
   (Peng's Q(λ), not Watkins').
 - `update`: epochs on the newest rollout, as in ppo.py; RAdam, whose first steps are short.
@@ -57,11 +57,11 @@ class Args(RunArgs):
     q_lambda: float = 0.9
     """λ of the returns: 0 trusts Q after one step, 1 the rewards until the rollout ends"""
     final_epsilon: float = 0.05
-    """ε in the end: the probability of a random action"""
+    """final ε, the probability of a random action"""
     exploration_fraction: float = 0.5
-    """part of the run during which ε goes from 1 to --final-epsilon"""
+    """fraction of the run during which ε goes from 1 to --final-epsilon"""
     max_grad_norm: float = 10.0
-    """gradients longer than this are shortened to it"""
+    """largest norm of the gradient, which is clipped to it"""
     hidden_size: int = 128
     """width of the two hidden layers"""
 
@@ -188,8 +188,8 @@ def train(args: Args) -> Result:
 
     while step < args.total_steps:
         agent.epsilon.fill_(epsilon_at(step, args))
-        left = 1 - step / args.total_steps
-        optimizer.param_groups[0]["lr"] = args.learning_rate * left
+        remaining = 1 - step / args.total_steps
+        optimizer.param_groups[0]["lr"] = args.learning_rate * remaining
         rollout = workers.collect()
         step += args.num_steps * args.num_envs * run.world_size
         losses = update(agent, optimizer, rollout, loss_function, args)

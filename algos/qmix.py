@@ -12,12 +12,12 @@ much each Q_i counts may depend on the state s and on the others:
     python algos/qmix.py --env lbforaging:Foraging-8x8-2p-2f-coop-v3
 
 What differs from vdn.py:
-- `Mixer`: W₁, b₁, w₂ are linear in the state, W₁ and w₂ by their absolute values; b₂ has a hidden
+- `Mixer`: W₁, b₁, w₂ are linear in the state, absolute values make W₁ and w₂ ≥ 0; b₂ has a hidden
   layer (hypernetworks).
 - `collect` stores the state; `td_target` and `td_loss` give it to the mixing network.
-- All errors count alike: the mixing network needed no weights w_t. γ is 0.9 (0.95).
+- All errors count alike: the mixing network needed no weights w_t. γ is 0.9 (0.95 there).
 What differs from the paper: what vdn.py names but w_t (paper: a GRU, which also sees the agent's
-last action; episodes); double Q-learning and λ-returns (paper: one step, max_a Q̄_tot); the mixing
+last action; 32 episodes a batch; one step, max_a Q̄_tot; RMSProp, 5e-4); γ = 0.9 (0.99); the mixing
 network is initialised close to the sum plus A.
 """
 
@@ -61,13 +61,13 @@ class Args(ReplayArgs):
     gamma: float = 0.9
     """γ, the discount factor"""
     tau: float = 0.01
-    """τ: how far the target network moves towards the learned one at each update"""
+    """τ: how far the target network moves at each of its updates"""
     final_epsilon: float = 0.05
-    """ε in the end: the probability that an agent's action is a random one"""
+    """final ε, the probability that an agent's action is a random one"""
     exploration_fraction: float = 0.3
-    """part of the run during which ε goes from 1 to --final-epsilon"""
+    """fraction of the run during which ε goes from 1 to --final-epsilon"""
     max_grad_norm: float = 10.0
-    """gradients longer than this are shortened to it"""
+    """largest norm of the gradient, which is clipped to it"""
     hidden_size: int = 64
     """width of the two hidden layers of the agents' network"""
     mixing_size: int = 32
@@ -121,7 +121,7 @@ class Agent(nn.Module):
         agents, obs_dim = envs.num_agents, envs.single_observation_space.shape[0]
         num_actions = int(envs.single_action_space.n)
         self.available_in_obs = envs.available_in_obs
-        self.normalizer = Normalizer(agents * obs_dim)  # each agent's entries by themselves
+        self.normalizer = Normalizer(agents * obs_dim)  # separate statistics of each agent
         self.reward_scaler = RewardScaler(args.num_envs, args.gamma)
         self.network = mlp(obs_dim + agents, args.hidden_size, num_actions)
         self.state_normalizer = Normalizer(envs.state_dim)
@@ -137,7 +137,7 @@ class Agent(nn.Module):
         """The actions that an agent has now (..., A, num_actions) bool."""
         mask = self.action_mask.expand(*obs.shape[:-1], -1)
         allowed = obs[..., -mask.shape[-1] :] > 0 if self.available_in_obs else mask
-        return mask & (allowed | ~allowed.any(-1, keepdim=True))  # all, once it has left
+        return mask & (allowed | ~allowed.any(-1, keepdim=True))  # all if it has left: not used
 
     def values(self, obs: Tensor) -> Tensor:
         """Q_i of every action (..., A, num_actions), −10⁹ where it is not available."""
@@ -149,7 +149,7 @@ class Agent(nn.Module):
 def epsilon_greedy(agent: Agent, obs: Tensor) -> Tensor:
     """Each agent's best action, with probability ε one drawn from those that it has, (N, A)."""
     best = agent(obs)
-    random = Categorical(agent.available(obs).float(), validate_args=False).sample()
+    random = Categorical(agent.available(obs).float()).sample()
     explores = torch.rand(best.shape, device=best.device) < agent.epsilon
     return torch.where(explores, random, best)
 
@@ -207,7 +207,7 @@ def td_target(agent: Agent, target: Agent, batch: dict[str, Tensor], args: Args)
 def td_loss(agent: Agent, target: Agent, batch: dict, args: Args) -> tuple[Tensor, dict]:
     """E[ ( Q_tot − y )² ] of some windows (T, B, ...), and what to log of it."""
     q = agent.values(batch["obs"]).gather(-1, batch["action"].unsqueeze(-1)).squeeze(-1)
-    value = mix(agent, q * batch["alive"], batch["state"])  # (T, B): who has left adds nothing
+    value = mix(agent, q * batch["alive"], batch["state"])  # (T, B): the value of who has left is 0
     error = value - td_target(agent, target, batch, args)
     loss = error.square().mean()
     return loss, {"td": loss, "value": value.mean()}

@@ -12,7 +12,7 @@ anew for each update, and a', ã drawn anew from π at s' and s,
 What differs from sac.py:
 - `EnsembleLinear`: one layer of all N networks is one batched product.
 - `critic_loss`: the minimum over M = 2 random critics of N = 10; M sets the target's pessimism.
-- `actor_loss`: the mean over all critics. `update`: the actor's step is delayed.
+- `actor_loss`: the mean over all critics. `update`: the steps of actor and α are delayed.
 - One environment, a lower learning rate, a shorter warm-up, target entropies by environment.
 What differs from the paper: PyTorch's initial weights (the authors' code: Xavier's, biases zero).
 """
@@ -70,7 +70,7 @@ class Args(TransitionArgs):
     gamma: float = 0.99
     """γ, the discount factor"""
     tau: float = 0.005
-    """τ: how far the target networks move towards the critics at each update"""
+    """τ: how far the target networks move at each of their updates"""
     hidden_size: int = 256
     """width of the two hidden layers of actor and critics"""
 
@@ -108,7 +108,7 @@ class Actor(nn.Module):
     def sample(self, obs: Tensor) -> tuple[Tensor, Tensor]:
         """a = tanh(u), u ~ N(μ(s), σ(s)²) -> a (B, act_dim), log π(a|s) (B,)."""
         mean, log_std = self.mean_and_log_std(obs).chunk(2, -1)
-        normal = Normal(mean, log_std.clamp(-20, 2).exp(), validate_args=False)
+        normal = Normal(mean, log_std.clamp(-20, 2).exp())
         u = normal.rsample()
         return u.tanh(), log_density(normal, u)
 
@@ -221,7 +221,7 @@ def soft_update(target: nn.Module, network: nn.Module, tau: float) -> None:
         theirs.lerp_(ours, tau)
 
 
-def update(agent, target: Critics, optimizers, loss_functions, batch, number: int, args: Args):
+def update(agent: Agent, target: Critics, optimizers, loss_functions, batch, number, args: Args):
     """Step `number` of the critics, perhaps of the actor -> what to log, mean |TD error| (B,)."""
     critic_optimizer, actor_optimizer = optimizers
     critic_loss, actor_loss = loss_functions  # those above, compiled where --compile says so
@@ -285,7 +285,7 @@ def train(args: Args) -> Result:
 
         run.log_episodes(step, rollout)
         if step // args.log_every > before // args.log_every:
-            run.log(step, losses, replay_size=len(replay), policy_lag=workers.policy_lag)
+            run.log(step, losses, replay_size=len(replay))
         run.evaluate(step)
         run.checkpoint(step)
     return run.finish(step)

@@ -62,7 +62,7 @@ class Args(TransitionArgs):
     gamma: float = 0.99
     """γ, the discount factor"""
     tau: float = 0.005
-    """τ: how far the target networks move towards the critics at each update"""
+    """τ: how far the target networks move at each of their updates"""
     hidden_size: int = 256
     """width of the two hidden layers of actor and critics"""
 
@@ -93,7 +93,7 @@ class Actor(nn.Module):
     def sample(self, obs: Tensor) -> tuple[Tensor, Tensor]:
         """a = tanh(u), u ~ N(μ(s), σ(s)²) -> a (B, act_dim), log π(a|s) (B,)."""
         mean, log_std = self.mean_and_log_std(obs).chunk(2, -1)
-        normal = Normal(mean, log_std.clamp(-20, 2).exp(), validate_args=False)
+        normal = Normal(mean, log_std.clamp(-20, 2).exp())
         u = normal.rsample()
         return u.tanh(), log_density(normal, u)
 
@@ -156,7 +156,7 @@ def collect(agent: Agent, envs: vec_envs.VecEnv, rollout: dict[str, Tensor]) -> 
         rollout["episode_length"][t] = info["episode_length"]
 
 
-def critic_loss(agent: Agent, target: Critics, batch: dict, args: Args) -> tuple[Tensor, Tensor]:
+def critic_loss(agent: Agent, target: Critics, batch: dict) -> tuple[Tensor, Tensor]:
     """Σ_i E[ ½ w ( Q_i(s, a) − y )² ] with importance weights w, and the TD errors (B,)."""
     with torch.no_grad():
         next_action, next_log_prob = agent.actor.sample(batch["next_obs"])
@@ -193,7 +193,7 @@ def update(agent: Agent, target: Critics, optimizers, loss_functions, batch: dic
     critic_optimizer, actor_optimizer = optimizers
     critic_loss, actor_loss = loss_functions  # those above, compiled where --compile says so
 
-    q_loss, td_error = critic_loss(agent, target, batch, args)
+    q_loss, td_error = critic_loss(agent, target, batch)
     critic_optimizer.zero_grad()
     q_loss.backward()
     average_gradients(agent.critics)
@@ -244,7 +244,7 @@ def train(args: Args) -> Result:
 
         run.log_episodes(step, rollout)
         if step // args.log_every > before // args.log_every:
-            run.log(step, losses, replay_size=len(replay), policy_lag=workers.policy_lag)
+            run.log(step, losses, replay_size=len(replay))
         run.evaluate(step)
         run.checkpoint(step)
     return run.finish(step)

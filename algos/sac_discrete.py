@@ -1,4 +1,4 @@
-"""Discrete soft actor-critic (SAC): sac.py for a few actions, where expectations are exact sums.
+"""Discrete soft actor-critic (SAC): sac.py for discrete actions: expectations are exact sums.
 
 Christodoulou 2019, arXiv:1910.07207. E over a ~ π(·|s) is a sum over all actions, and each critic
 gives Q of every action at once. With α the temperature and Q̄ the slow target networks,
@@ -18,8 +18,8 @@ What differs from sac.py:
   falls from there (Xu et al. 2021, arXiv:2112.02852, lower it as well).
 What differs from the paper: this schedule; observations are vectors, normalised by running
 statistics; eight environments; learning rates annealed to zero; L(α) has log α in the place of α,
-which begins at 0.2; with --exploration-length, actions are repeated (Acrobot's goal is hardly found
-else); with --n-step, r is the sum of n discounted rewards, without the entropies in between.
+which begins at 0.2; with --exploration-length, actions are repeated (otherwise Acrobot's goal is
+rarely found); with --n-step, r is the sum of n discounted rewards, without the entropies.
 """
 
 import copy
@@ -64,15 +64,15 @@ class Args(TransitionArgs):
     gamma: float = 0.99
     """γ, the discount factor"""
     tau: float = 0.01
-    """τ: how far the target networks move towards the critics at each update"""
+    """τ: how far the target networks move at each of their updates"""
     target_entropy_ratio: float = 0.3
-    """H̄ in the end, as a part of log |A|, the entropy of a uniformly random action"""
+    """final H̄, as a fraction of log |A|, the entropy of a uniformly random action"""
     exploration_fraction: float = 0.2
-    """part of the run during which H̄ falls from the paper's 0.98 to that"""
+    """fraction of the run during which H̄ falls from the paper's 0.98 to that"""
     exploration_length: float = 1.0
     """L: mean number of steps that an action is repeated where π is uniform (1: never repeated)"""
     initial_temperature: float = 0.2
-    """α in the beginning"""
+    """initial α"""
     hidden_size: int = 128
     """width of the two hidden layers of actor and critics"""
 
@@ -130,7 +130,7 @@ class Agent(nn.Module):
 
     def policy(self, obs: Tensor) -> Categorical:
         """π(·|s) for normalised observations; its `logits` are log π(a|s) of every action."""
-        return Categorical(logits=self.actor(obs), validate_args=False)
+        return Categorical(logits=self.actor(obs))
 
 
 @torch.no_grad()
@@ -165,7 +165,7 @@ def target_entropy_at(step: int, args: Args) -> float:
     return 0.98 - (0.98 - args.target_entropy_ratio) * progress
 
 
-def critic_loss(agent: Agent, target: Critics, batch: dict, args: Args) -> tuple[Tensor, Tensor]:
+def critic_loss(agent: Agent, target: Critics, batch: dict) -> tuple[Tensor, Tensor]:
     """Σ_i E[ ½ w ( Q_i(s, a) − y )² ] with importance weights w, and the TD errors (B,)."""
     with torch.no_grad():
         next_obs = agent.normalizer(batch["next_obs"])
@@ -210,7 +210,7 @@ def update(agent: Agent, target: Critics, optimizers, loss_functions, batch: dic
     critic_optimizer, actor_optimizer = optimizers
     critic_loss, actor_loss = loss_functions  # those above, compiled where --compile says so
 
-    q_loss, td_error = critic_loss(agent, target, batch, args)
+    q_loss, td_error = critic_loss(agent, target, batch)
     critic_optimizer.zero_grad()
     q_loss.backward()
     average_gradients(agent.critics)
@@ -223,9 +223,8 @@ def update(agent: Agent, target: Critics, optimizers, loss_functions, batch: dic
     actor_optimizer.step()
 
     soft_update(target, agent.critics, args.tau)
-    temperature = agent.log_temperature.detach().exp()
-    losses = {"critic": q_loss, "actor": policy_loss}
-    return losses | {"entropy": entropy.mean(), "temperature": temperature}, td_error
+    losses = {"critic": q_loss, "actor": policy_loss, "entropy": entropy.mean()}
+    return losses | {"temperature": agent.log_temperature.detach().exp()}, td_error
 
 
 def train(args: Args) -> Result:
@@ -263,7 +262,7 @@ def train(args: Args) -> Result:
 
         run.log_episodes(step, rollout)
         if step // args.log_every > before // args.log_every:
-            run.log(step, losses, replay_size=len(replay), policy_lag=workers.policy_lag)
+            run.log(step, losses, replay_size=len(replay))
         run.evaluate(step)
         run.checkpoint(step)
     return run.finish(step)

@@ -5,9 +5,9 @@ expected K-step return. Windows: K steps in a row from the newest part of the bu
 the policy that drew it, m_j is 1 until an episode ends, V̄(s) = min_i Q̄_i(s, ã) − α log π(ã|s):
 
     δ_j = r_j − α log π(a_j|s_j) + γ (1 − terminated_j) V̄(s_{j+1}) − V̄(s_j)
-    w_j = min( 1, Π_{i≤j} π(a_i|s_i) / b(a_i|s_i) )
-    g_i = Σ_{j≥i} γ^j m_j w_j δ_j                       w, δ and g have no gradient
-    ĝ   = h / rms(h),  h = g − w Σmg / Σmw              rms: root of a running mean square
+    ρ_j = min( 1, Π_{i≤j} π(a_i|s_i) / b(a_i|s_i) )
+    g_i = Σ_{j≥i} γ^j m_j ρ_j δ_j                       ρ, δ and g have no gradient
+    ĝ   = h / rms(h),  h = g − ρ Σmg / Σmρ              rms: root of a running mean square
     L_H = − (1/Σm) Σ m_i ĝ_i log π(a_i|s_i)
     L   = L(π) + λ_H L_H                λ_H falls linearly to 0; λ_H ‖∇L_H‖ ≤ ¼ ‖∇L(π)‖
 
@@ -15,7 +15,7 @@ the policy that drew it, m_j is 1 until an episode ends, V̄(s) = min_i Q̄_i(s,
 
 What differs from sac.py: `collect` stores u and log b; `hamiltonian_term`, its part of `update`.
 With λ_H = 0 the run is sac.py's, bit for bit. What differs from the paper: TD errors, importance
-weights, newest windows, λ_H falls, the cap. No effect is shown so far (benchmark/results/hterm).
+ratios, newest windows, λ_H falls, the cap. No effect is shown so far (benchmark/results/hterm).
 """
 
 import copy
@@ -59,7 +59,7 @@ class Args(ReplayArgs):
     gamma: float = 0.99
     """γ, the discount factor"""
     tau: float = 0.005
-    """τ: how far the target networks move towards the critics at each update"""
+    """τ: how far the target networks move at each of their updates"""
     hidden_size: int = 256
     """width of the two hidden layers of actor and critics"""
     hterm_coef: float = 0.125
@@ -67,7 +67,7 @@ class Args(ReplayArgs):
     hterm_length: int = 8
     """K, steps of a window; there are W = batch_size / K windows"""
     hterm_newest: int = 1000
-    """windows are from so many of the newest transitions: of older ones w is about 0"""
+    """windows are from so many of the newest transitions: of older ones ρ is about 0"""
 
 
 LIMITS = {"hterm_length": (1, None), "hterm_newest": (1, None)}
@@ -96,7 +96,7 @@ class Actor(nn.Module):
 
     def normal(self, obs: Tensor) -> Normal:  # N(μ(s), σ(s)²), from which u is drawn
         mean, log_std = self.mean_and_log_std(obs).chunk(2, -1)
-        return Normal(mean, log_std.clamp(-20, 2).exp(), validate_args=False)
+        return Normal(mean, log_std.clamp(-20, 2).exp())
 
     def sample(self, obs: Tensor) -> tuple[Tensor, Tensor]:
         """a = tanh(u), u ~ N(μ(s), σ(s)²) -> a (B, act_dim), log π(a|s) (B,)."""
@@ -148,7 +148,7 @@ class Agent(nn.Module):
 
 @torch.no_grad()
 def collect(agent: Agent, envs: vec_envs.VecEnv, rollout: dict[str, Tensor]) -> None:
-    """T steps in every environment: actions drawn from π, uniform at first (log b = 10⁹: w = 0)."""
+    """T steps in every environment: actions drawn from π, uniform at first (log b = 10⁹: ρ = 0)."""
     for t in range(len(rollout["obs"])):
         obs = envs.obs
         normal = agent.actor.normal(obs)
@@ -167,7 +167,7 @@ def collect(agent: Agent, envs: vec_envs.VecEnv, rollout: dict[str, Tensor]) -> 
         rollout["episode_length"][t] = info["episode_length"]
 
 
-def critic_loss(agent: Agent, target: Critics, batch: dict, args: Args) -> tuple[Tensor, Tensor]:
+def critic_loss(agent: Agent, target: Critics, batch: dict) -> tuple[Tensor, Tensor]:
     """Σ_i E[ ½ w ( Q_i(s, a) − y )² ] with importance weights w, and the TD errors (B,)."""
     with torch.no_grad():
         next_action, next_log_prob = agent.actor.sample(batch["next_obs"])
@@ -193,7 +193,7 @@ def temperature_loss(agent: Agent, log_prob: Tensor) -> Tensor:
 
 
 def hamiltonian_term(agent, target: Critics, windows: dict, args: Args) -> tuple[Tensor, Tensor]:
-    """− (1/Σm) Σ m_i ĝ_i log π(a_i|s_i), and the effective sample size (Σw)²/Σw²."""
+    """− (1/Σm) Σ m_i ĝ_i log π(a_i|s_i), and the effective sample size (Σρ)²/Σρ²."""
     mask, total = windows["mask"], mean_over_learners(windows["mask"].sum())
     log_prob = log_density(agent.actor.normal(windows["obs"]), windows["raw_action"])  # (K, W)
     with torch.no_grad():
@@ -203,13 +203,13 @@ def hamiltonian_term(agent, target: Critics, windows: dict, args: Args) -> tuple
         value = torch.minimum(*target(states, action)) - agent.log_temperature.exp() * new_log_prob
         reward = windows["reward"] - agent.log_temperature.exp() * log_prob
         delta = reward + args.gamma * ~windows["terminated"] * value[1:] - value[:-1]
-        w = (log_prob - windows["log_prob"]).cumsum(0).exp().clamp(max=1)
-        g = (windows["discount"] * mask * w * delta).flip(0).cumsum(0).flip(0)
-        sum_g, sum_w = mean_over_learners(torch.stack(((mask * g).sum(), (mask * w).sum())))
-        g = g - w * sum_g / sum_w.clamp(min=1e-8)  # E[w ∇log π] = 0, but for the truncation
+        ratio = (log_prob - windows["log_prob"]).cumsum(0).exp().clamp(max=1)
+        g = (windows["discount"] * mask * ratio * delta).flip(0).cumsum(0).flip(0)
+        sum_g, sum_ratio = mean_over_learners(torch.stack(((mask * g).sum(), (mask * ratio).sum())))
+        g = g - ratio * sum_g / sum_ratio.clamp(min=1e-8)  # E[ρ ∇log π] = 0, but for the truncation
         mean_square = mean_over_learners((mask * g.square()).sum()) / total
         g = g / (agent.mean_square_g.lerp_(mean_square, 0.01).sqrt() + 1e-6)
-        sample_size = (mask * w).sum().square() / ((mask * w.square()).sum() + 1e-8)
+        sample_size = (mask * ratio).sum().square() / ((mask * ratio.square()).sum() + 1e-8)
     return -(mask * g * log_prob).sum() / total, sample_size
 
 
@@ -225,7 +225,7 @@ def update(agent, target, optimizers, loss_functions, batch, windows, coef, args
     critic_optimizer, actor_optimizer = optimizers
     critic_loss, actor_loss, hamiltonian_term = loss_functions  # those above, perhaps compiled
 
-    q_loss, _ = critic_loss(agent, target, batch, args)
+    q_loss, _ = critic_loss(agent, target, batch)
     critic_optimizer.zero_grad()
     q_loss.backward()
     average_gradients(agent.critics)
@@ -287,7 +287,7 @@ def train(args: Args) -> Result:
 
         run.log_episodes(step, rollout)
         if step // args.log_every > before // args.log_every:
-            run.log(step, losses, replay_size=len(replay), policy_lag=workers.policy_lag)
+            run.log(step, losses, replay_size=len(replay))
         run.evaluate(step)
         run.checkpoint(step)
     return run.finish(step)

@@ -6,11 +6,11 @@ Fujimoto, van Hoof, Meger 2018, arXiv:1802.09477. With Q̄, μ̄ the slow target
     y    = r + γ (1 − terminated) min_i Q̄_i(s', a')
     L(Q) = Σ_i E[ ½ ( Q_i(s, a) − y )² ]
     L(μ) = − E[ Q_1(s, μ(s)) ]                   after every d-th update of the critics
-    θ̄    ← (1 − τ) θ̄ + τ θ                       then too
+    θ̄    ← (1 − τ) θ̄ + τ θ                       at the same time
 
     python algos/td3.py --env HalfCheetah
 
-What differs from ddpg.py, each against the overestimated values that the actor would seek:
+What differs from ddpg.py (the first limits overestimated values, the others the error of Q̄):
 - `Critics`, `critic_loss`: two critics, and the smaller of their target values.
 - `critic_loss`: noise on the target actor's action, so that a narrow peak of Q̄ counts less.
 - `update`: actor and target networks move after every d-th update of the critics.
@@ -65,7 +65,7 @@ class Args(TransitionArgs):
     target_noise: float = 0.2
     """σ̃ of the noise on the target actor's actions"""
     target_noise_clip: float = 0.5
-    """c: where that noise is cut"""
+    """c: limit of that noise"""
     policy_delay: int = 2
     """d: updates of the critics per update of actor and target networks"""
     hidden_size: int = 256
@@ -233,7 +233,7 @@ def train(args: Args) -> Result:
 
         run.log_episodes(step, rollout)
         if step // args.log_every > before // args.log_every:
-            run.log(step, losses, replay_size=len(replay), policy_lag=workers.policy_lag)
+            run.log(step, losses, replay_size=len(replay))
         run.evaluate(step)
         run.checkpoint(step)
     return run.finish(step)

@@ -7,8 +7,8 @@ steps in a row from the newest part of the replay buffer, u is the action before
 the policy that drew it, m_j is 1 until an episode ends, V̄(s) = min_i Q̄_i(s, μ̄(s)):
 
     δ_j = r_j + γ (1 − terminated_j) V̄(s_{j+1}) − V̄(s_j)
-    w_j = min( 1, Π_{i≤j} π(u_i|s_i) / b(u_i|s_i) )            π = N(μ(s), σ²), which explores
-    g_i = Σ_{j≥i} γ^j m_j w_j δ_j                       w, δ and g have no gradient
+    ρ_j = min( 1, Π_{i≤j} π(u_i|s_i) / b(u_i|s_i) )            π = N(μ(s), σ²), which explores
+    g_i = Σ_{j≥i} γ^j m_j ρ_j δ_j                       ρ, δ and g have no gradient
     ĝ   = max( −1, g / rms(g) )                         rms: root of a running mean square
     L_H = 1/(2Σm) Σ m_i ĝ_i ‖ u_i − μ(s_i) ‖²           = − σ²/Σm Σ m_i ĝ_i log π(u_i|s_i) + const.
     L   = L(μ) / mean|Q| + λ_H L_H     λ_H falls linearly to 0; λ_H ‖∇L_H‖ ≤ ¼ ‖∇L(μ)‖ / mean|Q|
@@ -17,7 +17,7 @@ the policy that drew it, m_j is 1 until an episode ends, V̄(s) = min_i Q̄_i(s,
 
 What differs from td3.py: `collect` stores u and log b; `hamiltonian_term`, its part of `update`.
 With λ_H = 0 the run is td3.py's, bit for bit. What differs from the paper: TD errors, importance
-weights, newest windows, λ_H falls, the cap. No effect is shown so far (benchmark/results/hterm).
+ratios, newest windows, λ_H falls, the cap. No effect is shown so far (benchmark/results/hterm).
 """
 
 import copy
@@ -72,7 +72,7 @@ class Args(ReplayArgs):
     hterm_length: int = 8
     """K, steps of a window; there are W = batch_size / K windows"""
     hterm_newest: int = 1000
-    """windows are from so many of the newest transitions: of older ones w is about 0"""
+    """windows are from so many of the newest transitions: of older ones ρ is about 0"""
 
 
 LIMITS = {"hterm_length": (1, None), "hterm_newest": (1, None)}
@@ -133,9 +133,9 @@ class Agent(nn.Module):
         return self.to_env(self.actor(obs))
 
     def policy(self, obs: Tensor) -> Normal:
-        """N(μ(s), σ²), which explores."""
+        """N(μ(s), σ²): the policy with its exploration noise."""
         mean = self.actor(obs)
-        return Normal(mean, torch.full_like(mean, self.exploration_noise), validate_args=False)
+        return Normal(mean, torch.full_like(mean, self.exploration_noise))
 
     def to_env(self, action: Tensor) -> Tensor:
         return self.action_center + self.action_scale * action
@@ -150,8 +150,9 @@ def collect(agent: Agent, envs: vec_envs.VecEnv, rollout: dict[str, Tensor]) -> 
         u = policy.mean + agent.exploration_noise * torch.randn_like(policy.mean)
         u = torch.where(agent.warm_up, 2 * torch.rand_like(u) - 1, u)
         log_prob = policy.log_prob(u)
+        action = u.clamp(-1, 1)
         rollout["obs"][t] = obs
-        rollout["action"][t] = action = u.clamp(-1, 1)
+        rollout["action"][t] = action
         rollout["raw_action"][t] = u
         # log b: uniform actions have the density ½ in each dimension
         rollout["log_prob"][t] = torch.where(agent.warm_up, -math.log(2), log_prob).sum(-1)
@@ -164,7 +165,7 @@ def collect(agent: Agent, envs: vec_envs.VecEnv, rollout: dict[str, Tensor]) -> 
         rollout["episode_length"][t] = info["episode_length"]
 
 
-def critic_loss(agent: Agent, target: Agent, batch: dict, args: Args) -> tuple[Tensor, Tensor]:
+def critic_loss(agent: Agent, target: Agent, batch: dict) -> tuple[Tensor, Tensor]:
     """Σ_i E[ ½ w ( Q_i(s, a) − y )² ] with importance weights w, and the TD errors (B,)."""
     with torch.no_grad():
         noise = (0.2 * torch.randn_like(batch["action"])).clamp(-0.5, 0.5)  # td3.py's σ̃ and c
@@ -183,7 +184,7 @@ def actor_loss(agent: Agent, batch: dict) -> Tensor:
 
 
 def hamiltonian_term(agent, target: Agent, windows: dict, args: Args) -> tuple[Tensor, Tensor]:
-    """1/(2Σm) Σ m_i ĝ_i ‖ u_i − μ(s_i) ‖², and the effective sample size (Σw)²/Σw²."""
+    """1/(2Σm) Σ m_i ĝ_i ‖ u_i − μ(s_i) ‖², and the effective sample size (Σρ)²/Σρ²."""
     mask, total = windows["mask"], mean_over_learners(windows["mask"].sum())
     policy, u = agent.policy(windows["obs"]), windows["raw_action"]  # (K, W, act_dim)
     with torch.no_grad():
@@ -191,11 +192,11 @@ def hamiltonian_term(agent, target: Agent, windows: dict, args: Args) -> tuple[T
         states = torch.cat((windows["obs"][:1], windows["next_obs"]))  # (K + 1, W, obs_dim)
         value = torch.minimum(*target.critics(states, target.actor(states)))
         delta = windows["reward"] + args.gamma * ~windows["terminated"] * value[1:] - value[:-1]
-        w = (policy.log_prob(u).sum(-1) - windows["log_prob"]).cumsum(0).exp().clamp(max=1)
-        g = (windows["discount"] * mask * w * delta).flip(0).cumsum(0).flip(0)
+        ratio = (policy.log_prob(u).sum(-1) - windows["log_prob"]).cumsum(0).exp().clamp(max=1)
+        g = (windows["discount"] * mask * ratio * delta).flip(0).cumsum(0).flip(0)
         mean_square = mean_over_learners((mask * g.square()).sum()) / total
         g = g / (agent.mean_square_g.lerp_(mean_square, 0.01).sqrt() + 1e-6)
-        sample_size = (mask * w).sum().square() / ((mask * w.square()).sum() + 1e-8)
+        sample_size = (mask * ratio).sum().square() / ((mask * ratio.square()).sum() + 1e-8)
     distance = (u - policy.mean).square().sum(-1)
     return 0.5 * (mask * g.clamp(min=-1) * distance).sum() / total, sample_size
 
@@ -212,7 +213,7 @@ def update(agent, target, optimizers, loss_functions, batch, number, windows, co
     critic_optimizer, actor_optimizer = optimizers
     critic_loss, actor_loss, hamiltonian_term = loss_functions  # those above, perhaps compiled
 
-    q_loss, _ = critic_loss(agent, target, batch, args)
+    q_loss, _ = critic_loss(agent, target, batch)
     critic_optimizer.zero_grad()
     q_loss.backward()
     average_gradients(agent.critics)
@@ -282,7 +283,7 @@ def train(args: Args) -> Result:
 
         run.log_episodes(step, rollout)
         if step // args.log_every > before // args.log_every:
-            run.log(step, losses, replay_size=len(replay), policy_lag=workers.policy_lag)
+            run.log(step, losses, replay_size=len(replay))
         run.evaluate(step)
         run.checkpoint(step)
     return run.finish(step)

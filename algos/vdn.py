@@ -18,10 +18,10 @@ What differs from the paper:
 - batches are windows of `num_steps` steps, from wherever in the replay buffer, not episodes; an
   episode that is truncated inside a window bootstraps from its true last observation;
 - rewards are stored as they are; when sampled they are divided by the present standard deviation
-  of the return and cut at ±10; observations are normalised;
-- w_t: an error that lowers the value has the weight α (Rashid, Farquhar, Peng, Whiteson 2020,
-  arXiv:2006.10800), which grows from 0.1 to 1 in the first half of the run: where a reward needs
-  two agents, one that does its part alone earns nothing, and would unlearn it.
+  of the return and clipped to ±10; observations are normalised;
+- double Q-learning and λ-returns, a learning rate annealed to zero, a target network that follows;
+- w_t: errors where Q_tot is above y have the weight α (Rashid et al. 2020, arXiv:2006.10800), 0.1
+  to 1 in the run's first half: who does its part alone, for no reward yet, unlearns it more slowly.
 """
 
 import copy
@@ -64,15 +64,15 @@ class Args(ReplayArgs):
     gamma: float = 0.95
     """γ, the discount factor"""
     tau: float = 0.01
-    """τ: how far the target network moves towards the learned one at each update"""
+    """τ: how far the target network moves at each of its updates"""
     lowering_weight: float = 0.1
-    """α in the beginning: weight of errors that lower a value"""
+    """initial α, the weight of errors where Q_tot is above its target"""
     final_epsilon: float = 0.05
-    """ε in the end: the probability that an agent's action is a random one"""
+    """final ε, the probability that an agent's action is a random one"""
     exploration_fraction: float = 0.3
-    """part of the run during which ε goes from 1 to --final-epsilon"""
+    """fraction of the run during which ε goes from 1 to --final-epsilon"""
     max_grad_norm: float = 10.0
-    """gradients longer than this are shortened to it"""
+    """largest norm of the gradient, which is clipped to it"""
     hidden_size: int = 64
     """width of the two hidden layers"""
 
@@ -101,7 +101,7 @@ class Agent(nn.Module):
         agents, obs_dim = envs.num_agents, envs.single_observation_space.shape[0]
         num_actions = int(envs.single_action_space.n)
         self.available_in_obs = envs.available_in_obs
-        self.normalizer = Normalizer(agents * obs_dim)  # each agent's entries by themselves
+        self.normalizer = Normalizer(agents * obs_dim)  # separate statistics of each agent
         self.reward_scaler = RewardScaler(args.num_envs, args.gamma)
         self.network = mlp(obs_dim + agents, args.hidden_size, num_actions)
         self.register_buffer("agent_id", torch.eye(agents))
@@ -116,7 +116,7 @@ class Agent(nn.Module):
         """The actions that an agent has now (..., A, num_actions) bool."""
         mask = self.action_mask.expand(*obs.shape[:-1], -1)
         allowed = obs[..., -mask.shape[-1] :] > 0 if self.available_in_obs else mask
-        return mask & (allowed | ~allowed.any(-1, keepdim=True))  # all, once it has left
+        return mask & (allowed | ~allowed.any(-1, keepdim=True))  # all if it has left: not used
 
     def values(self, obs: Tensor) -> Tensor:
         """Q_i of every action (..., A, num_actions), −10⁹ where it is not available."""
@@ -128,7 +128,7 @@ class Agent(nn.Module):
 def epsilon_greedy(agent: Agent, obs: Tensor) -> Tensor:
     """Each agent's best action, with probability ε one drawn from those that it has, (N, A)."""
     best = agent(obs)
-    random = Categorical(agent.available(obs).float(), validate_args=False).sample()
+    random = Categorical(agent.available(obs).float()).sample()
     explores = torch.rand(best.shape, device=best.device) < agent.epsilon
     return torch.where(explores, random, best)
 
@@ -184,7 +184,7 @@ def td_target(agent: Agent, target: Agent, batch: dict[str, Tensor], args: Args)
 def td_loss(agent: Agent, target: Agent, batch: dict, args: Args) -> tuple[Tensor, dict]:
     """E[ w ( Q_tot − y )² ] of some windows (T, B, ...), and what to log of it."""
     q = agent.values(batch["obs"]).gather(-1, batch["action"].unsqueeze(-1)).squeeze(-1)
-    value = mix(q * batch["alive"])  # (T, B): who has left adds nothing
+    value = mix(q * batch["alive"])  # (T, B): the value of who has left is 0
     error = value - td_target(agent, target, batch, args)
     weight = torch.where(error > 0, agent.lowering_weight, 1.0)
     loss = (weight * error.square()).mean()

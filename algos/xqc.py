@@ -13,9 +13,10 @@ returns z_1 ... z_K: Q_i = Σ_k z_k p_ik. With p' those of the critic whose Q_i(
 What differs from crossq.py: `critic_loss`, `project`: cross-entropy has a bounded gradient. As
 `BatchNorm` follows each hidden layer, only the direction of weights counts; `normalize_weights`
 keeps a step's angle at what the learning rate sets: 3e-4 (1e-3), annealed to a tenth, β₁ 0.9 (0.5).
-Rewards (n-step sums) are divided by σ, the deviation of their return, and cut at ±10; z is −5 to 5.
-Four hidden layers; α begins at 0.01, H̄ is −dim(A)/2. Unlike the paper: no target networks, 1 update
-a step (2), 256 units (512), 4 environments, γ = 0.99 (1 − 5/T); BatchNorm's constants are guesses.
+Rewards are divided by σ, the standard deviation of the return; z is −5 to 5; four hidden layers; α
+begins at 0.01, H̄ is −dim(A)/2. Unlike the paper or its code: no target networks, 1 update a step
+(2), critics 256 wide (512), 4 environments, γ = 0.99 (1 − 5/episode length), rewards clipped to
+±10, log σ ≥ −20 (−10), PyTorch's initial weights, inputs without learned scale and shift.
 """
 
 import math
@@ -90,7 +91,7 @@ class BatchNorm(nn.BatchNorm1d):
 
 
 def mlp(inputs: int, hidden: int, outputs: int) -> nn.Sequential:
-    layers = [BatchNorm(inputs, 1e-3, 0.01, affine=False)]  # the next would undo its shift
+    layers = [BatchNorm(inputs, 1e-3, 0.01, affine=False)]  # the next BatchNorm would undo a shift
     for size in (inputs, hidden, hidden, hidden):
         layers += [nn.Linear(size, hidden, bias=False), BatchNorm(hidden, 1e-3, 0.01), nn.ReLU()]
     return nn.Sequential(*layers, nn.Linear(hidden, outputs))
@@ -118,7 +119,7 @@ class Actor(nn.Module):
     def sample(self, obs: Tensor) -> tuple[Tensor, Tensor]:
         """a = tanh(u), u ~ N(μ(s), σ(s)²) -> a (B, act_dim), log π(a|s) (B,)."""
         mean, log_std = self.mean_and_log_std(obs).chunk(2, -1)
-        normal = Normal(mean, log_std.clamp(-20, 2).exp(), validate_args=False)
+        normal = Normal(mean, log_std.clamp(-20, 2).exp())
         u = normal.rsample()
         return u.tanh(), log_density(normal, u)
 
@@ -192,7 +193,7 @@ def project(returns: Tensor, p: Tensor, bins: Tensor) -> Tensor:
     return m.scatter_add_(1, lower + 1, p * (place - lower))
 
 
-def critic_loss(agent: Agent, batch: dict, args: Args) -> tuple[Tensor, Tensor]:
+def critic_loss(agent: Agent, batch: dict) -> tuple[Tensor, Tensor]:
     """Σ_i E[ − w Σ_j m_j log p_ij(s, a) ] with importance weights w, and the TD errors (B,)."""
     with torch.no_grad():
         next_action, next_log_prob = agent.actor.sample(batch["next_obs"])
@@ -232,7 +233,7 @@ def update(agent: Agent, optimizers, loss_functions, batch: dict, number: int, a
     critic_optimizer, actor_optimizer = optimizers
     critic_loss, actor_loss = loss_functions  # those above, compiled where --compile says so
 
-    q_loss, td_error = critic_loss(agent, batch, args)
+    q_loss, td_error = critic_loss(agent, batch)
     critic_optimizer.zero_grad()
     q_loss.backward()
     average_gradients(agent.critics)
@@ -289,7 +290,7 @@ def train(args: Args) -> Result:
 
         run.log_episodes(step, rollout)
         if step // args.log_every > before // args.log_every:
-            run.log(step, losses, replay_size=len(replay), policy_lag=workers.policy_lag)
+            run.log(step, losses, replay_size=len(replay))
         run.evaluate(step)
         run.checkpoint(step)
     return run.finish(step)

@@ -152,7 +152,7 @@ def reference_target(module, agent, target, batch):
 
 @pytest.mark.parametrize("module", [dqn, d3qn])
 def test_gradient_of_dqn_and_d3qn(module):
-    agent, args = make_agent(module)
+    agent, _ = make_agent(module)
     target, batch = make_target(agent), random_batch()
     action, weight = batch["action"].numpy(), batch["weight"].numpy()
     y = reference_target(module, agent, target, batch)
@@ -164,7 +164,7 @@ def test_gradient_of_dqn_and_d3qn(module):
         q = predict(normalized(batch), weights, 3)[np.arange(SIZE), action]
         return np.mean(weight * huber(q - y))
 
-    loss, value, td_error = module.q_loss(agent, target, batch, args)
+    loss, value, td_error = module.q_loss(agent, target, batch)
     np.testing.assert_allclose(value, q, rtol=1e-9)
     np.testing.assert_allclose(td_error, q - y, rtol=1e-9)  # what the priorities are made of
     assert_gradient(agent, loss, reference)
@@ -175,7 +175,7 @@ def test_update_is_one_clipped_step_and_a_soft_update(module):
     agent, args = make_agent(module, tau=0.3, max_grad_norm=0.05)
     target, batch = make_target(agent), random_batch()
     ours, slow = flat(agent), flat(target)
-    loss, _, td_error = module.q_loss(agent, target, batch, args)
+    loss, _, td_error = module.q_loss(agent, target, batch)
     loss.backward()
     gradient = flat(agent, gradient=True)
     norm = np.linalg.norm(gradient)
@@ -264,7 +264,7 @@ def discrete_sac():
 
 def test_gradient_of_discrete_sac():
     """Of the three losses together: of each weight only the one that it is there for."""
-    agent, target, args = discrete_sac()
+    agent, target, _ = discrete_sac()
     batch = random_batch()
     x, action, weight = normalized(batch), batch["action"].numpy(), batch["weight"].numpy()
     log_alpha, *frozen = sac_parts(flat(agent))
@@ -291,7 +291,7 @@ def test_gradient_of_discrete_sac():
         entropy = -np.mean(np.sum(probs * np.log(probs), 1))
         return total + learned_log_alpha * (entropy - 0.5 * np.log(3))
 
-    q_loss, td_error = sac_discrete.critic_loss(agent, target, batch, args)
+    q_loss, td_error = sac_discrete.critic_loss(agent, target, batch)
     policy_loss, entropy = sac_discrete.actor_loss(agent, batch)
     loss = q_loss + policy_loss + sac_discrete.temperature_loss(agent, entropy)
     q = np.minimum(*(network(x, w, 3)[np.arange(SIZE), action] for w in frozen[1:]))
@@ -301,7 +301,7 @@ def test_gradient_of_discrete_sac():
 
 def test_target_of_discrete_sac_is_what_samples_converge_to():
     """Σ_a π(a|s') [...] is the mean of [...] over actions drawn from π."""
-    agent, target, args = discrete_sac()
+    agent, target, _ = discrete_sac()
     batch = {name: value[:1].expand(40_000, *value.shape[1:]) for name, value in
              random_batch().items()}  # fmt: skip
     batch["terminated"] = torch.zeros(40_000, dtype=torch.bool)
@@ -313,13 +313,13 @@ def test_target_of_discrete_sac_is_what_samples_converge_to():
         q = q - agent.log_temperature.exp() * policy.log_prob(action)
         drawn = batch["reward"] + batch["discount"] * q
         q = torch.minimum(*agent.critics(x))[0, batch["action"][0]]
-        _, td_error = sac_discrete.critic_loss(agent, target, batch, args)
+        _, td_error = sac_discrete.critic_loss(agent, target, batch)
         exact = q - td_error
         error = 6 * (drawn.std() / 200).item()
         assert drawn.mean().item() == pytest.approx(exact[0].item(), abs=error)
         assert drawn.std() > 0.01 and exact.std() < 1e-9
         batch["terminated"] = ~batch["terminated"]
-        _, td_error = sac_discrete.critic_loss(agent, target, batch, args)
+        _, td_error = sac_discrete.critic_loss(agent, target, batch)
         torch.testing.assert_close(q - td_error, batch["reward"])
 
 

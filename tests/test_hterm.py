@@ -123,10 +123,10 @@ def test_the_memory_is_seen_by_the_present_critic():
                 delta = reward[t, env] + 0.99 * follows * next_value[t, env] - value[t, env]
                 advantage = delta + 0.99 * 0.95 * (not last["done"][t, env]) * advantage
                 expected.append([*last["action"][t, env].tolist(), advantage + value[t, env]])
-    past = ppo_hterm.remember(agent, memory, args)
+    past = ppo_hterm.recall(agent, memory, args)
     assert len(past["obs"]) == 6 * 1  # a quarter of 2 rollouts of 3 environments
     for _ in range(50):
-        past = ppo_hterm.remember(agent, memory, args)
+        past = ppo_hterm.recall(agent, memory, args)
         found = torch.cat((past["action"], past["returns"].unsqueeze(1)), 1).numpy()
         distance = np.abs(found[:, None] - np.array(expected)).max(-1).min(1)
         assert (distance < 1e-5).all()
@@ -140,7 +140,7 @@ def test_what_is_remembered_is_of_all_rollouts_so_far():
     code = torch.arange(3 * 32.0).view(3, 4, 8, 1)  # tells where an action is from
     for actions in code:
         memory.add(rollout | {"action": actions.expand(4, 8, 2)})
-    drawn = [ppo_hterm.remember(agent, memory, args)["action"][:, 0] for _ in range(1000)]
+    drawn = [ppo_hterm.recall(agent, memory, args)["action"][:, 0] for _ in range(1000)]
     counts = torch.bincount(torch.cat(drawn).long(), minlength=96).view(12, 8)
     assert len(counts) == 12 and (counts > 0).all()
     torch.testing.assert_close(
@@ -220,7 +220,8 @@ def test_an_update_is_one_step_along_the_sum_of_both_losses():
 
     memory = make_memory(rollout, args)
     optimizer = torch.optim.SGD(agent.parameters(), 0.0)
-    logged = ppo_hterm.update(agent, optimizer, rollout, memory, loss, term, 0.8, args)
+    coef = 0.8 * args.hterm_coef
+    logged = ppo_hterm.update(agent, optimizer, rollout, memory, loss, term, coef, args)
     found = [p.grad.clone() for p in agent.parameters()]
     agent.normalizer.count.zero_()
     base = ppo_hterm.ppo_loss(agent, given["batch"], args)[0]
@@ -253,7 +254,7 @@ def test_the_weight_of_the_term_falls_to_zero(tmp_path, monkeypatch):
         ppo_hterm, "update", lambda *inputs: seen.append(inputs[-2]) or update(*inputs)
     )
     ppo_hterm.train(ppo_hterm.Args(**TINY | {"total_steps": 1024, "run_dir": str(tmp_path)}))
-    np.testing.assert_allclose(seen, 1 - np.arange(16) / 16)
+    np.testing.assert_allclose(seen, ppo_hterm.Args.hterm_coef * (1 - np.arange(16) / 16))
 
 
 def test_resume_is_bit_identical_with_a_full_memory(tmp_path, monkeypatch):

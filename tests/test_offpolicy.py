@@ -169,7 +169,7 @@ def test_gradient_of_the_critics(script):
         target.actor.network[-1].bias.data.add_(2)  # so near to 1 that the noise leads out
     batch = random_batch()
     torch.manual_seed(5)
-    loss, td_error = script.critic_loss(agent, target, batch, args)
+    loss, td_error = script.critic_loss(agent, target, batch, *(args,) * (script is td3))
     critic = critic_of(script, agent)
     loss.backward(inputs=list(critic.parameters()))
     torch.manual_seed(5)
@@ -332,7 +332,7 @@ def test_an_update_is_one_gradient_step_of_each_network(script):
         losses, _ = update(script, agent, target, optimizers, args, seed)
         assert losses.keys() >= {"critic", "actor"}
         torch.manual_seed(seed)
-        loss, _ = script.critic_loss(ours, ours_target, batch, args)
+        loss, _ = script.critic_loss(ours, ours_target, batch, *(args,) * (script is td3))
         descend(loss, critic_of(script, ours).parameters())
         loss = script.actor_loss(ours, batch)
         if not deterministic(script):
@@ -379,7 +379,7 @@ def test_truncation_bootstraps_from_the_true_last_observation(script):
     replay.add(rollout)
     batch = replay.sample(50)
     torch.manual_seed(5)
-    _, td_error = script.critic_loss(agent, target, batch, args)
+    _, td_error = script.critic_loss(agent, target, batch, *(args,) * (script is td3))
     torch.manual_seed(5)
     entropy = torch.zeros(50)
     with torch.no_grad():

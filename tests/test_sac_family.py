@@ -240,7 +240,7 @@ def test_only_their_own_loss_moves_the_critics(script):
     number = () if script is mod_sac else (args.policy_delay - 1,)  # the actor moves
     before = copy.deepcopy(others)
     torch.manual_seed(3)
-    script.critic_loss(*before, random_batch(), args)[0].backward()
+    script.critic_loss(*before, random_batch(), *(args,) * (script is redq))[0].backward()
     loss_functions = script.critic_loss, script.actor_loss
     torch.manual_seed(3)
     losses, _ = script.update(
@@ -330,7 +330,7 @@ class Renorm:
 @pytest.mark.parametrize("batches", [0, 100_000])  # batch normalisation, renormalisation
 def test_crossq_gradients(batches):
     """(s, a) and (s', a') in one batch; a network's own batch only where it learns."""
-    agent, _, args = make_agent(crossq, critic_hidden_size=6)
+    agent, _, _ = make_agent(crossq, critic_hidden_size=6)
     for module in agent.modules():
         if isinstance(module, crossq.BatchRenorm):
             module.batches.fill_(batches)
@@ -341,7 +341,7 @@ def test_crossq_gradients(batches):
     critics_learning = Renorm(agent.critics, True)
     before, var_before = running.mean.clone(), running.var.clone()
     torch.manual_seed(5)
-    loss, td_error = crossq.critic_loss(agent, batch, args)
+    loss, td_error = crossq.critic_loss(agent, batch)
     torch.manual_seed(5)
     noise = torch.randn(BATCH, ACT_DIM, dtype=torch.float64).numpy()
     next_obs = batch["next_obs"].numpy()

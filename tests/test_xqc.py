@@ -131,7 +131,7 @@ def test_projection_in_single_precision():
 
 def test_gradients():
     """Of both losses; the target is the distribution of the critic with the smaller mean."""
-    agent, args = make_agent()
+    agent, _ = make_agent()
     batch = random_batch()
     bins = agent.critics.bins.numpy()
     learning, still = (Normalize(agent.actor, training) for training in (True, False))
@@ -139,7 +139,7 @@ def test_gradients():
     running = agent.critics.q2[0]
     mean_before, var_before = running.running_mean.clone(), running.running_var.clone()
     torch.manual_seed(5)
-    loss, td_error = xqc.critic_loss(agent, batch, args)
+    loss, td_error = xqc.critic_loss(agent, batch)
     torch.manual_seed(5)
     noise = torch.randn(BATCH, ACT_DIM, dtype=torch.float64).numpy()
     next_obs = batch["next_obs"].numpy()
@@ -191,7 +191,7 @@ def test_gradients():
 
 def test_the_mean_of_the_target_is_bellmans(monkeypatch):
     """r/σ + γ (1 − terminated) (min Q − α log π), while all of it is within the bins."""
-    agent, args = make_agent(num_bins=101)
+    agent, _ = make_agent(num_bins=101)
     project, seen = xqc.project, []
 
     def wide(returns, p, bins):  # with room at both ends
@@ -203,7 +203,7 @@ def test_the_mean_of_the_target_is_bellmans(monkeypatch):
     monkeypatch.setattr(xqc, "project", wide)
     batch = random_batch()
     torch.manual_seed(5)
-    xqc.critic_loss(agent, batch, args)
+    xqc.critic_loss(agent, batch)
     torch.manual_seed(5)
     with torch.no_grad():
         _, log_prob = agent.actor.sample(batch["next_obs"])

@@ -28,6 +28,8 @@ the environment out. Weights and trajectories cross process borders in shared me
 carry only signals. Children die with their parent, however it dies. Several learners: learners.py.
 """
 
+from torch.distributions import Distribution
+
 from algos.worker_learner.arguments import ReplayArgs, RunArgs, TransitionArgs, UserError, parse
 from algos.worker_learner.learners import (
     average_gradients,
@@ -39,6 +41,8 @@ from algos.worker_learner.normalizers import Normalizer, RewardScaler
 from algos.worker_learner.replay import ReplayBuffer
 from algos.worker_learner.run import Result, Run
 from algos.worker_learner.workers import Workers
+
+Distribution.set_default_validate_args(False)  # it takes time, and a GPU would be waited for
 
 __all__ = ["Normalizer", "ReplayArgs", "ReplayBuffer", "Result", "RewardScaler", "Run", "RunArgs"]
 __all__ += ["TransitionArgs", "UserError", "Workers", "average_gradients", "mean_over_learners"]
