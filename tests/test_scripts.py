@@ -106,7 +106,7 @@ def test_a_script_is_short_and_mostly_algorithm(script, lines):
 
 
 def test_the_helper_is_short():
-    for package, most in (("worker_learner", 2139), ("populations", 900)):  # the aim: 1100
+    for package, most in (("worker_learner", 2114), ("populations", 900)):  # the aim: 1100
         files = (ALGOS / package).glob("*.py")
         lengths = {path.name: len(path.read_text().splitlines()) for path in files}
         assert max(lengths.values()) <= 400, lengths
@@ -209,7 +209,8 @@ def test_flags_win_over_an_environments_own_defaults(monkeypatch):
         ("--env HalfCheetah", 32, 0.98),
         ("--env HalfCheetah --num-steps 64 --gamma 0.99", 64, 0.99),  # the general defaults
         ("--env Hopper", 64, 0.99),
-        ("--env Hopper --num-steps 1e3", 1000, 0.99),  # as people write a million
+        ("--env Hopper --num-steps 1.5e3", 1500, 0.99),  # as people write millions
+        ("--env Hopper --num-steps=1e+3", 1000, 0.99),
         ("--resume somewhere", 64, 0.99),  # the folder's arguments count, not the table
     ):
         monkeypatch.setattr(sys, "argv", ["ppo.py", *command.split()])

@@ -3,7 +3,6 @@
 import argparse
 import atexit
 import contextlib
-import copy
 import dataclasses
 import json
 import os
@@ -14,7 +13,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,7 +30,7 @@ class UserError(Exception):
     """What went wrong, in one sentence; a script prints it without a traceback."""
 
 
-@dataclass
+@dataclasses.dataclass
 class RunArgs:
     """The command line that every script shares, what is typed most often first."""
 
@@ -70,7 +68,7 @@ class RunArgs:
     """torch.compile of short rollouts, of losses (default); CUDA graphs; auto: what pays here"""
 
 
-@dataclass
+@dataclasses.dataclass
 class ReplayArgs(RunArgs):
     """What scripts with a replay buffer share besides."""
 
@@ -80,7 +78,7 @@ class ReplayArgs(RunArgs):
     """steps between entries of the losses in metrics.csv"""
 
 
-@dataclass
+@dataclasses.dataclass
 class TransitionArgs(ReplayArgs):
     """What scripts share besides that sample single transitions from the replay buffer."""
 
@@ -132,8 +130,8 @@ def check_args(args: Any, limits: dict[str, tuple]) -> None:
 def resolve(args: RunArgs, script: str, limits: dict[str, tuple]) -> RunArgs:
     """The arguments checked, with what depends on the machine decided."""
     check_args(args, limits)
-    args, gpu, warmup = copy.copy(args), torch.cuda.is_available(), getattr(args, "warmup_steps", 0)
-    if args.total_steps < warmup:
+    args, gpu = dataclasses.replace(args), torch.cuda.is_available()
+    if args.total_steps < (warmup := getattr(args, "warmup_steps", 0)):
         least = f"at least --warmup-steps, {warmup}, before which nothing is learned"
         raise UserError(f"--total-steps is {args.total_steps}; allowed is {least}")
     if args.env_device == "cuda" and args.num_workers:
@@ -167,7 +165,7 @@ def learners_share(args: RunArgs, rank: int, learners: int, limits: dict[str, tu
         return args
     if args.pause_at:
         raise UserError(f"--pause-at is {args.pause_at}, but {learners} learners have no pause")
-    args = copy.copy(args)
+    args = dataclasses.replace(args)
     for name in (name for name in SHARED if hasattr(args, name)):
         value = getattr(args, name)
         low = max(limits[name][0], int(name == "num_envs"))
@@ -220,7 +218,10 @@ def parse(args_class: type[RunArgs], tuned: dict[str, dict[str, Any]]) -> RunArg
     own = {} if given.resume else tuned.get(vec_envs.base_name(given.env), {})
     sys.excepthook = say_in_one_sentence
     text = f"{args_class.__doc__} The defaults shown are those for --env {given.env}."
-    words = [str(int(float(x))) if re.fullmatch(r"\d+e\d", x) else x for x in sys.argv[1:]]  # 1e6
+    words = [
+        re.sub(r"(^|=)(\d+\.?\d*e\+?\d)$", lambda x: f"{x[1]}{float(x[2]):.15g}", word)
+        for word in sys.argv[1:]  # 2.5e6 is a whole number, too
+    ]
     return tyro.cli(args_class, args=words, default=args_class(**own), description=text)
 
 
@@ -247,7 +248,7 @@ def say_in_one_sentence(kind: type[BaseException], error: BaseException, trace: 
 
 def tell(text: str) -> None:
     """Print a line, on learner 0."""
-    if os.environ.get("RANK", "0") == "0":
+    if not torch.distributed.is_torchelastic_launched() or os.environ["RANK"] == "0":
         to_terminal(tqdm.write, text)
 
 

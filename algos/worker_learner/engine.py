@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import statistics
-import sys
 import sysconfig
 import timeit
 from collections.abc import Callable, Iterator
@@ -86,11 +85,10 @@ def prepare(args: Any, world_size: int) -> None:
     torch.set_num_threads(args.torch_threads)
     torch.set_flush_denormal(True)  # Adam's moments of dead units; such small numbers are slow
     # Otherwise glibc returns large tensors' memory, and asks for new pages in the next update.
-    if sys.platform == "linux":
-        with contextlib.suppress(AttributeError):
-            mallopt, trim_threshold, mmap_threshold = ctypes.CDLL(None).mallopt, -1, -3
-            mallopt(mmap_threshold, 32 << 20)  # bytes, the most that is allowed
-            mallopt(trim_threshold, 256 << 20)
+    with contextlib.suppress(AttributeError):  # no glibc
+        mallopt, trim_threshold, mmap_threshold = ctypes.CDLL(None).mallopt, -1, -3
+        mallopt(mmap_threshold, 32 << 20)  # bytes, the most that is allowed
+        mallopt(trim_threshold, 256 << 20)
 
 
 def compiled(function: Callable, args: Any, dynamic: bool | None = None) -> Callable:

@@ -50,8 +50,8 @@ def unlock(folder: Path) -> None:
 class Log:
     """metrics.csv and TensorBoard's file: what `write` was given is in them when it returns.
 
-    Opened by a resumed run, both lose what comes again: all after `step`, and of evaluations in
-    `pending`. Not SummaryWriter, whose thread ends with a traceback when the disk is full.
+    Opened by a resumed run, both lose what comes again: all after `step`; metrics.csv also the
+    evaluations in `pending`. Not SummaryWriter: its thread raises when the disk is full.
     """
 
     def __init__(self, folder: Path, step: int, pending: set[int]):
@@ -70,9 +70,8 @@ class Log:
         name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}"
         self._tensorboard = RecordWriter(open(folder / name, "ab"))
         self._write_event(file_version="brain.Event:2")
-        if step:  # hides what the killed run wrote after its checkpoint
-            begin = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-            self._write_event(step=step + 1, session_log=begin)
+        begin = event_pb2.SessionLog(status=event_pb2.SessionLog.START)  # hides what a killed run
+        self._write_event(step=step + 1, session_log=begin)  # wrote after its checkpoint
 
     def write(self, step: int, seconds: float, metrics: dict[str, float]) -> None:
         rows = (f"{step},{seconds:.3f},{tag},{value:.8g}\n" for tag, value in metrics.items())
@@ -98,7 +97,8 @@ def plot(folder: Path, title: str) -> None:
         return
     axes = figure.Figure(figsize=(7, 4)).subplots()
     axes.xaxis.set_major_formatter(ticker.EngFormatter())
-    rows = [line.split(",") for line in (folder / "metrics.csv").read_text().split()]
+    text, _, _torn = (folder / "metrics.csv").read_text().rpartition("\n")
+    rows = [line.split(",") for line in text.split()]
     for tag, style, label in (
         ("charts/episodic_return", "-", "training, with exploration"),
         ("eval/episodic_return", ".-", "evaluation, deterministic"),

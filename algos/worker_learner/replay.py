@@ -11,8 +11,6 @@ from torch import Tensor
 from algos.worker_learner.arguments import UserError, tell
 from algos.worker_learner.learners import world_size
 
-PRIORITY_BLOCK = 256  # priorities summed together: a draw looks at all sums, then into one block
-
 
 class ReplayBuffer:
     """The last `capacity` transitions of all envs, in preallocated tensors (T, N, ...).
@@ -51,9 +49,7 @@ class ReplayBuffer:
         self.data = {k: x.new_zeros(self.capacity_rows, *x.shape[1:]) for k, x in stored.items()}
         self._flat = {name: tensor.flatten(0, 1) for name, tensor in self.data.items()}
         self.position, self.rows = 0, 0
-        blocks = -(-size // PRIORITY_BLOCK) if self.prioritized else 0
-        self.priority = torch.zeros(blocks, PRIORITY_BLOCK, device=device)
-        self.block_sum = torch.zeros(blocks, dtype=torch.float64, device=device)
+        self.priority = torch.zeros(size if self.prioritized else 0, device=device)
         self.largest = torch.ones((), device=device)  # priority so far, that of new transitions
         steps = torch.arange(self.n_step + 1, device=device)
         self._gamma = getattr(run.args, "gamma", 0.99)
@@ -75,8 +71,7 @@ class ReplayBuffer:
         for name, tensor in self.data.items():
             tensor.index_copy_(0, rows, rollout[name])
         if self.prioritized:
-            index = rows.unsqueeze(1) * self.num_envs + torch.arange(self.num_envs, device=device)
-            self._set_priorities(index.flatten(), self.largest)
+            self.priority.view(-1, self.num_envs)[rows] = self.largest
         self.position = (self.position + num_steps) % self.capacity_rows
         self.rows = min(self.rows + num_steps, self.capacity_rows)
 
@@ -116,17 +111,12 @@ class ReplayBuffer:
         return batch
 
     def _draw(self, batch_size: int) -> tuple[Tensor, Tensor]:
-        """Draw blocks, then places in them -> indices (B,) and importance weights (B,)."""
-        ends = self.block_sum.cumsum(0)
+        """Draw in proportion to the priorities -> indices (B,) and importance weights (B,)."""
+        size = self.rows * self.num_envs
+        ends = self.priority[:size].cumsum(0, dtype=torch.float64)
         point = torch.rand(batch_size, dtype=torch.float64, device=ends.device) * ends[-1]
-        block = torch.searchsorted(ends, point, right=True).clamp(max=len(ends) - 1)
-        inside = self.priority[block].cumsum(1, dtype=torch.float64)  # (B, PRIORITY_BLOCK)
-        point = (point - ends[block] + self.block_sum[block]).clamp(min=0)
-        point = torch.minimum(point, inside[:, -1] * (1 - 1e-12))  # rounding must not lead out
-        place = torch.searchsorted(inside, point.unsqueeze(1), right=True).squeeze(1)
-        index = block * PRIORITY_BLOCK + place
-        probability = self.priority.view(-1)[index] / ends[-1]
-        weight = (self.rows * self.num_envs * probability) ** -self.beta
+        index = torch.searchsorted(ends, point, right=True)
+        weight = (size * self.priority[index] / ends[-1]) ** -self.beta
         return index, (weight / weight.max()).float()
 
     def update_priorities(self, index: Tensor, td_error: Tensor) -> None:
@@ -134,12 +124,7 @@ class ReplayBuffer:
         if self.prioritized:
             priority = (td_error.detach().abs().float() + 1e-6) ** self.alpha
             self.largest = torch.maximum(self.largest, priority.max())
-            self._set_priorities(index, priority)
-
-    def _set_priorities(self, index: Tensor, priority: Tensor) -> None:
-        self.priority.view(-1)[index] = priority
-        block = index // PRIORITY_BLOCK
-        self.block_sum[block] = self.priority[block].sum(1, dtype=torch.float64)
+            self.priority[index] = priority
 
     def windows(self, count: int, length: int, newest: int | None = None) -> dict[str, Tensor]:
         """`count` (B) windows of `length` (K) consecutive steps of one env each, (K, B, ...).
@@ -170,7 +155,7 @@ class ReplayBuffer:
         # Only the filled part, unless its copy would be large.
         full = self.rows > self.capacity_rows // 2
         data = {k: x if full else x[: self.rows].clone() for k, x in self.data.items()}
-        names = "position", "rows", "priority", "block_sum", "largest"
+        names = "position", "rows", "priority", "largest"
         return {"data": data, **{name: getattr(self, name) for name in names}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -180,7 +165,7 @@ class ReplayBuffer:
         for name, tensor in state["data"].items():
             self.data[name][: len(tensor)] = tensor
         self.position, self.rows = state["position"], state["rows"]
-        for name in ("priority", "block_sum", "largest"):
+        for name in ("priority", "largest"):
             getattr(self, name).copy_(state[name])
 
 

@@ -9,7 +9,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -30,7 +29,7 @@ OWN = "step", "seconds", "best_return", "last_return", "training_return"  # save
 PUT_RANDOM = torch.set_rng_state, torch.cuda.set_rng_state
 
 
-@dataclass
+@dataclasses.dataclass
 class Result:
     """What `train` returns: where the run is and how well its policy did."""
 
@@ -339,15 +338,14 @@ class Run:
         content["run"] = {name: getattr(self, name) for name in ("world_size", *OWN)}
         cuda = [torch.cuda.get_rng_state()] if self.device.type == "cuda" else []
         content["run"]["random"] = [torch.get_rng_state(), *cuda]
-        if self.rank > 0:  # first: where learner 0's file is, there are the others'
-            saved = quietly(self._file.name, save, content, self._file, True)
-            largest_over_learners(0)
-            return saved
-        largest_over_learners(0)
-        content["pending_evaluations"] = list(self._evaluator.pending)
-        weights = snapshot(self._state["agent"])  # first: a run that is killed now comes here again
-        saved = self._save_policy("last.pt", self.step, self.last_return, weights)
-        return quietly(self._file.name, save, content, self._file, True) and saved
+        saved = self.rank == 0 or quietly(self._file.name, save, content, self._file, True)
+        largest_over_learners(0)  # where learner 0's file is, there are the others'
+        if self.rank == 0:
+            content["pending_evaluations"] = list(self._evaluator.pending)
+            weights = snapshot(self._state["agent"])  # first: who is killed now comes here again
+            saved = self._save_policy("last.pt", self.step, self.last_return, weights)
+            saved &= quietly(self._file.name, save, content, self._file, True)
+        return saved
 
     def _save_policy(self, name: str, step: int, mean_return: float, weights: dict) -> bool:
         content = {"script": self.script, "args": dataclasses.asdict(self.args), "step": step}
@@ -361,8 +359,6 @@ class Run:
         """
         saved = read_checkpoint(self._file) if self.resumed and self.rank == 0 else None
         now = from_learner_0(saved and saved["run"])
-        if now is None and self.world_size == 1:
-            return []
         if now and self.rank > 0:
             saved = read_checkpoint(self._file, now)
         inexact = saved is None or now["world_size"] != self.world_size

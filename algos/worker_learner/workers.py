@@ -17,7 +17,6 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import gymnasium
-import torch
 import torch.multiprocessing
 from torch import Tensor, distributed, nn
 from tqdm import tqdm
@@ -25,7 +24,6 @@ from tqdm import tqdm
 import vec_envs
 from algos.worker_learner.arguments import RunArgs, UserError, warn
 from algos.worker_learner.engine import compiled_rollout
-from algos.worker_learner.learners import world_size
 from vec_envs.core import Elsewhere, available_cores, start_forkserver, unblock_signals
 
 MAX_RESTARTS = 3  # of a child process that dies, before the run gives up
@@ -65,13 +63,13 @@ class Child:
         silent = SILENT_SECONDS
         while True:
             try:
-                if not self.pipe.poll(silent if wait is None else wait):
+                while not self.pipe.poll(silent if wait is None else wait):
                     if wait is not None:
                         return None
                     warn(f"{self.name} has not answered for {silent} s: does it hang?")
                     silent = AGAIN_SECONDS
-                    continue
                 answer = self.pipe.recv()
+                break
             except (EOFError, OSError):
                 self.process.join(1)
                 self.close()  # it may live on without its pipe, and write where its successor does
@@ -84,10 +82,9 @@ class Child:
                     warn(f"a child process died ({self.name}, {code}); restarting it.")
                 self._start()
                 self.ask(self._question)
-                continue
-            if isinstance(answer, tuple) and answer[0] == "error":
-                raise UserError(f"{self.name} failed: {answer[1]}")
-            return answer
+        if isinstance(answer, tuple) and answer[0] == "error":
+            raise UserError(f"{self.name} failed: {answer[1]}")
+        return answer
 
     def close(self) -> None:
         self.process.kill()
@@ -139,9 +136,7 @@ class Workers:
     `collect(agent, envs, rollout)` steps `envs` with `agent` and fills the tensors of `rollout`,
     each (time, env, ...). Worker processes fill their own columns of the same tensors, which then
     lie in shared memory; `agent` there is a copy that is refreshed before each collection. With
-    `ahead`, for off-policy learners, they collect the next rollout while the learner learns;
-    `policy_lag`: by how many steps (of all envs) the weights that collected the last rollout were
-    older than the learner's; 0 without workers.
+    `ahead`, for off-policy learners, they collect the next rollout while the learner learns.
     `actions` says which the script supports: "any", "bounded" (continuous) or "discrete". A script
     for several agents says so by `multi_agent`, and gets their axis as the third.
     """
@@ -151,12 +146,11 @@ class Workers:
     ):
         start_forkserver()  # now: it imports torch while the learner gets ready
         self._run, self.args, self._collect, self._ahead = run, run.args, collect, ahead
-        self._asked, self._begin, self.policy_lag = False, 0, 0
+        self._asked, self._begin = False, 0
         self._children: list[Child] = []
         args, here = run.args, not run.args.num_workers
-        device = torch.device("cpu")
-        if here:
-            device = run.device if args.env_device == "same" else torch.device(args.env_device)
+        where = args.env_device if here else "cpu"
+        device = run.device if where == "same" else torch.device(where)
         self.envs = _make_envs(args, args.num_envs if here else 1, args.seed, device)
         if multi_agent != (self.envs.num_agents is not None):
             has, fit = ("one agent", "ppo.py") if multi_agent else ("several agents", "mappo.py")
@@ -184,10 +178,9 @@ class Workers:
         shapes |= dict.fromkeys((*types, "episode_return"), ())
         if isinstance(self.action_space, gymnasium.spaces.Discrete):
             types["action"] = torch.int64
+        lead = num_steps, args.num_envs
         self._rollout = {
-            name: torch.zeros(
-                num_steps, args.num_envs, *shape, dtype=types.get(name), device=device
-            )
+            name: torch.zeros(*lead, *shape, dtype=types.get(name), device=device)
             for name, shape in shapes.items()
         }
         self._rollout["done"][-1] = True  # nothing came before the first step
@@ -228,7 +221,6 @@ class Workers:
         return self._rollout
 
     def _collect_from_children(self) -> None:
-        self.policy_lag = self._rollout["done"].numel() * world_size() if self._asked else 0
         if not self._asked:
             self._ask_children()
         restarts = sum(child.restarts for child in self._children)
@@ -240,7 +232,7 @@ class Workers:
                 tensor.copy_(self._shared[name])
         if restarts != sum(child.restarts for child in self._children):
             self._run.end_episodes()  # the successors began new ones
-        self._asked = False
+        self._asked = self._ahead
         if self._ahead:
             self._ask_children()
 
@@ -248,7 +240,6 @@ class Workers:
         self._shared_agent.load_state_dict(self._agent.state_dict())
         for child in self._children:
             child.ask(self._begin)
-        self._asked = True
 
     def state_dict(self) -> dict[str, Any]:
         if not self.exact_resume:
