@@ -379,6 +379,12 @@ def test_a_descendant_has_other_random_numbers_and_its_own_learning_rate(tmp_pat
     args = json.loads((tmp_path / "child" / "args.json").read_text())["args"]
     assert (args["learning_rate"], args["gamma"], args["seed"]) == (3e-3, 0.9, 11)
     assert before == {path.name: path.read_bytes() for path in parent.iterdir()}
+    started = json.loads((parent / "args.json").read_text())
+    started["args"]["learning_rate"] = 0.0
+    (parent / "args.json").write_text(json.dumps(started))
+    descend(parent, tmp_path / "still", {"learning_rate": 0.0}, seed=11)
+    saved = torch.load(tmp_path / "still" / "checkpoint.pt", weights_only=True)
+    assert saved["optimizer"]["param_groups"][0]["lr"] == 0
     (parent / "checkpoint.pt").write_bytes(before["checkpoint.pt"][:-100])
     with pytest.raises(ValueError, match="damaged"):
         descend(parent, tmp_path / "another", {}, seed=12)
@@ -620,6 +626,8 @@ def test_mistakes_are_one_sentence(stand_in, tmp_path, capsys):
     root, known = tmp_path / "root", f"--algo {stand_in}/trainer.py --env Known --agents 1"
     known += " --total-steps 100 --period 100"
     drive("generations", root, known)
+    (root / "agents" / "00000.bak").mkdir()  # of no agent: it is not looked at
+    drive("generations", root, known)
     new = tmp_path / "new"
 
     def fails(flags: str, said: str, words: str = "", folder=new, program="generations") -> None:
@@ -642,7 +650,20 @@ def test_mistakes_are_one_sentence(stand_in, tmp_path, capsys):
     fails("--period 999", "--period is 999, but a script collects 4096 steps at a time")
     fails("--eval-episodes 1", "--eval-episodes is 1; allowed is from 2")
     fails("--perturb speed", "--perturb is speed, but ppo.py has no such number")
-    fails("--perturb seed", "--perturb is seed, but the population sets it itself")
+    for name in ("seed", "hidden_size"):
+        fails(f"--perturb {name}", f"--perturb is {name}, which cannot differ by agent")
+    fails("--algos", "--algos is empty; name at least one script", program="tournament")
+    tournament = known.replace("--algo ", "--algos ")
+    was = f"the program was generations when {root} began"
+    fails(tournament, f"{was} and is now tournament", "", root, "tournament")
+    other = tmp_path / "other"
+    (other / "flight" / "diary").mkdir(parents=True)
+    fails(known, f"--root {other} has {other}/flight/diary, of something else", "", other)
+    assert (other / "flight" / "diary").exists()
+    (other / "flight" / "diary").rename(other / "args.json")  # a run's folder
+    fails(known, f"--root {other} has {other}/args.json, of something else", "", other)
+    file = stand_in / "trainer.py"
+    fails(known, f"--root {file}: Not a directory ({file}/agents)", "", file)
     lines = ROOT / "benchmark" / "lines.py"
     fails(f"--algo {lines}", f"{lines} needs play.py beside it, which scores its agents")
     (stand_in / "other.py").write_text("")
@@ -662,6 +683,41 @@ def test_mistakes_are_one_sentence(stand_in, tmp_path, capsys):
     said = f"the first three segments of {stand_in}/trainer.py failed, see {tmp_path}/third/failed"
     known = known.replace("--algo ", "--algos ").replace("agents 1", "agents 4")
     fails(known, said, "--fails 100", tmp_path / "third", "tournament")
+
+
+@pytest.mark.parametrize("content", ["{", "[]", ""])
+def test_damaged_settings_are_one_sentence(stand_in, tmp_path, content):
+    flags = f"--algo {stand_in}/trainer.py --env Known --agents 1 --total-steps 100 --period 100"
+    drive("generations", tmp_path / "root", flags)
+    (tmp_path / "root" / "settings.json").write_text(content)
+    with pytest.raises(UserError, match=r"settings\.json is damaged .*; name another --root"):
+        drive("generations", tmp_path / "root", flags)
+
+
+def test_a_best_agent_that_cannot_be_scored_again_is_trained_again_without_its_folder(
+    stand_in, tmp_path
+):
+    root = tmp_path / "root"
+    flags = f"--algo {stand_in}/trainer.py --env Known --agents 1 --total-steps 100 --period 100"
+    drive("generations", root, flags)
+    text = (root / "journal.jsonl").read_text()
+    (root / "journal.jsonl").write_text(text[: text.index('{"time": ', text.index("published"))])
+    (root / "agents" / "00000" / "state.json").unlink()
+    said = f"state.json'; if {root}/agents/00000 is damaged, move it away; the same command goes on"
+    with pytest.raises(UserError, match=re.escape(said)):
+        drive("generations", root, flags)
+    shutil.rmtree(root / "agents" / "00000")
+    assert "Best: agent 00001" in drive("generations", root, flags)
+
+
+def test_who_is_killed_again_and_again_has_failed(stand_in, tmp_path):
+    code = (stand_in / "trainer.py").read_text()
+    dies = code.replace("sys.exit(play()", "os.kill(os.getpid(), 9); sys.exit(play()")
+    (stand_in / "trainer.py").write_text(dies)
+    flags = f"--algo {stand_in}/trainer.py --env Known --agents 1 --total-steps 100 --period 100"
+    with pytest.raises(UserError, match="killed again and again, perhaps for lack of memory"):
+        drive("generations", tmp_path / "root", flags)
+    assert len(journal(tmp_path / "root", "killed")) == 3
 
 
 def test_segments_are_started_killed_and_chained_here(tmp_path):

@@ -126,7 +126,7 @@ def descend(parent: Path, folder: Path, flags: dict[str, float], seed: int) -> N
         raise ValueError(f"{parent / 'checkpoint.pt'} is damaged ({wrong})")
     started = json.loads((parent / "args.json").read_text())
     if "learning_rate" in flags:
-        ratio = flags["learning_rate"] / started["args"]["learning_rate"]
+        ratio = flags["learning_rate"] / (started["args"]["learning_rate"] or 1)
         for entry in content.values():
             for group in entry.get("param_groups", ()) if isinstance(entry, dict) else ():
                 group["lr"] *= ratio
@@ -281,6 +281,8 @@ def load_script(algo: str) -> ModuleType:
 
 def settings(algos: list[str], args: PopulationArgs, words: list[str]) -> tuple[dict, int]:
     """{algo: its hyper-parameters}, and the steps of a segment, at least a rollout."""
+    if not algos:
+        raise UserError("--algos is empty; name at least one script")
     found = {algo: hyperparameters(algo, args, words) for algo in algos}
     least = max(rollout for _, rollout in found.values())
     if 0 < args.period < least:
@@ -311,8 +313,8 @@ def hyperparameters(
         value = getattr(given, name, None)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise UserError(f"--perturb is {name}, but {script.__name__}.py has no such number")
-        if flag(name) in OURS:
-            raise UserError(f"--perturb is {name}, but the population sets it itself")
+        if flag(name) in OURS or name.endswith("hidden_size"):
+            raise UserError(f"--perturb is {name}, which cannot differ by agent")
         found[name] = value, limits.get(name, (0, None))
     rollout = getattr(given, "num_steps", 1) * (getattr(given, "num_envs", 1) or 64)
     return found, min(rollout, args.total_steps)

@@ -15,25 +15,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from algos.populations import leaderboard
-from algos.populations.agents import (
-    FRESH,
-    LIMITS,
-    SCORE,
-    Agent,
-    PopulationArgs,
-    commit,
-    descend,
-    fuse,
-    last_line,
-    read_agent,
-    read_score,
-    save_agent,
-    scaled,
-    scoring,
-    settings,
-    training,
-)
+from algos.populations import agents, leaderboard
+from algos.populations.agents import FRESH, LIMITS, SCORE, Agent, PopulationArgs
 from algos.populations.journal import Journal
 from algos.worker_learner import files, segments
 from algos.worker_learner.arguments import UserError, check_args, flag, tell, warn
@@ -41,6 +24,7 @@ from algos.worker_learner.arguments import UserError, check_args, flag, tell, wa
 MAY_DIFFER = {"root", "cluster", "cpus", "gpus", "replay"}  # when the same command goes on
 KILLED = -signal.SIGKILL, 128 + signal.SIGKILL, -signal.SIGTERM, 128 + signal.SIGTERM
 MAX_RESTARTS = 3  # of a segment that was killed
+FOLDERS = "agents", "flight", "best", "failed"
 
 
 class Population:
@@ -56,14 +40,14 @@ class Population:
         self.root = Path(args.root or f"runs/{program}__{args.env.replace('/', '-')}")
         if args.cluster != "none":  # whose nodes work in other folders
             self.root = self.root.absolute()
-        self.hyperparameters, self.period = settings(algos, args, words)
+        self.hyperparameters, self.period = agents.settings(algos, args, words)
         self.pool = segments.connect(args.cluster, args.cpus, args.gpus, args.agents)
         if args.cluster == "none" and not self.pool.slots():
             raise UserError(f"--cpus {args.cpus:g} --gpus {args.gpus:g}: no room for a run here")
         self.agents: dict[str, Agent] = {}
         self.flights: dict[str, Agent] = {}
         self.running: list[tuple[str, str]] = []  # (agent, part): "0" ... of its runs, or "score"
-        self.commit = commit()
+        self.commit = agents.commit()
         self._trained: dict[str, set[str]] = {}  # the parts of an agent that have ended
         self._restarts: dict[str, int] = {}
         try:
@@ -71,14 +55,20 @@ class Population:
         except OSError as error:
             raise self.cannot_write(error) from None
         names = {*self.agents, *self.flights, *(line.get("id", "") for line in self.journal.lines)}
-        self.count = max((int(name) + 1 for name in names if name), default=0)  # segments begun
+        self.count = max((int(x) + 1 for x in names if x.isdigit()), default=0)  # segments begun
         self.expected = 0  # segments in all, which a program says for the time left
         self.began, self.done_before = time.time(), self.done
         self._shown = 0.0
 
     def _open(self) -> None:
         """Lock the folder and read it; what a killed driver left half done is finished."""
-        for name in ("agents", "flight", "best", "failed"):
+        if not (self.root / "settings.json").exists():  # killed at once it left empty folders
+            found = [x for name in FOLDERS for x in self.root.glob(f"{name}/*")]
+            if found := found or [*self.root.glob("args.json")]:  # of a run
+                raise UserError(
+                    f"--root {self.root} has {found[0]}, of something else; name another"
+                )
+        for name in FOLDERS:
             (self.root / name).mkdir(parents=True, exist_ok=True)
         try:
             files.lock(self.root)
@@ -88,9 +78,9 @@ class Population:
         self.journal = Journal(self.root / "journal.jsonl")
         corrupt = {line["id"] for line in self.journal.of("corrupt")}
         published = {line["id"] for line in self.journal.of("published")}
-        for folder in sorted((self.root / "agents").glob("[0-9]*")):  # not a file manager's
+        for folder in sorted((self.root / "agents").glob("[0-9]" * 5)):  # nobody's copies
             try:
-                agent = read_agent(folder / "agent.json")
+                agent = agents.read_agent(folder / "agent.json")
             except (OSError, ValueError) as error:
                 if folder.name not in corrupt:
                     self._corrupt(folder.name, f"agent.json: {error}")
@@ -102,7 +92,7 @@ class Population:
         ended = {line["id"] for line in self.journal.of("failed", "orphaned")}
         for path in sorted((self.root / "flight").glob("*.json")):
             with contextlib.suppress(ValueError):  # torn, as the machine lost power
-                agent = read_agent(path)
+                agent = agents.read_agent(path)
                 if agent.id not in ended and not (self.root / "agents" / agent.id).exists():
                     self.flights[agent.id] = agent
                     continue
@@ -115,17 +105,20 @@ class Population:
         """settings.json, written once; UserError where a command that goes on has other flags."""
         path, now = self.root / "settings.json", dataclasses.asdict(self.args)
         now = {name: value for name, value in now.items() if name not in MAY_DIFFER}
-        now |= {"algos": self.algos, "words": self.words}
+        now = {"program": self.program, **now, "algos": self.algos, "words": self.words}
         if not path.exists():
             return files.save(json.dumps(now, indent=2) + "\n", path)
-        before = json.loads(path.read_text())
+        try:
+            before = {"program": self.program, **json.loads(path.read_text())}
+        except (ValueError, TypeError) as error:
+            raise UserError(f"{path} is damaged ({error}); name another --root") from None
         for name in [name for name in now if before.get(name) != now[name]]:
-            what = "what follows --" if name == "words" else flag(name)
+            what = {"program": "the program", "words": "what follows --"}.get(name, flag(name))
             was = f"{before.get(name)} when {self.root} began and is now {now[name]}"
             raise UserError(f"{what} was {was}; keep it, or name another --root")
 
     def cannot_write(self, error: OSError) -> UserError:
-        why = error.strerror or error
+        why = f"{error.strerror or error}" + f" ({error.filename})" * bool(error.filename)
         return UserError(f"--root {self.root}: {why}; the same command goes on when that is mended")
 
     def _corrupt(self, name: str, why: str) -> None:
@@ -161,7 +154,7 @@ class Population:
 
     def _scaled(self, algo: str, flags: dict[str, float], factor: Callable) -> dict[str, float]:
         known = self.hyperparameters[algo]
-        return {name: scaled(x, factor(), known[name][1]) for name, x in flags.items()}
+        return {name: agents.scaled(x, factor(), known[name][1]) for name, x in flags.items()}
 
     def _agent(self, parent: str, algo: str, flags: dict, end: int, more: dict) -> Agent:
         end = end if end + self.period <= self.args.total_steps else self.args.total_steps
@@ -218,9 +211,9 @@ class Population:
             seed = (agent.seed + 7919 * int(part)) % 2**29
             if agent.parent and not run.exists() and not self._descend(agent, run, seed):
                 return
-            commands.append(training(agent, self.args, self.words, run, seed))
+            commands.append(agents.training(agent, self.args, self.words, run, seed))
         if part == "score" or agent.fuse == 1:
-            commands.append(scoring(agent, run, folder, SCORE, self.args.eval_episodes))
+            commands.append(agents.scoring(agent, run, folder, SCORE, self.args.eval_episodes))
         self.pool.start(f"{name}/{part}", commands)
         self.running.append((name, part))
 
@@ -228,7 +221,7 @@ class Population:
         """False where the parent is damaged: then this agent is not to be."""
         if agent.parent in self.agents:
             try:
-                descend(self.root / "agents" / agent.parent, run, agent.flags, seed)
+                agents.descend(self.root / "agents" / agent.parent, run, agent.flags, seed)
                 return True
             except (ValueError, FileNotFoundError, KeyError) as error:
                 self._corrupt(agent.parent, str(error))
@@ -244,22 +237,25 @@ class Population:
             self._restarts[name] = self._restarts.get(name, 0) + 1
             if self._restarts[name] <= MAX_RESTARTS:
                 return self.journal.note("killed", id=name, part=part)  # `work` starts it again
+            return self._fail(agent, "killed again and again, perhaps for lack of memory")
         if status not in segments.GOOD:
-            return self._fail(agent, f"exit status {status}: {last_line(folder)}")
+            return self._fail(agent, f"exit status {status}: {agents.last_line(folder)}")
         self._trained.setdefault(name, set()).add(part)
         if agent.fuse > 1 and part != "score":
             runs = [folder / f"run{k}" for k in range(agent.fuse)]
-            if len(self._trained[name]) == agent.fuse and (wrong := fuse(runs, folder / "fused")):
+            if len(self._trained[name]) == agent.fuse and (
+                wrong := agents.fuse(runs, folder / "fused")
+            ):
                 return self._fail(agent, wrong)
             return None
-        if (facts := read_score(folder / "score.json")) is None:
+        if (facts := agents.read_score(folder / "score.json")) is None:
             return self._fail(agent, "its returns are not finite numbers")
         run = folder / ("fused" if agent.fuse > 1 else "run0")
         return self._publish(dataclasses.replace(agent, **facts, published=time.time()), run)
 
     def _publish(self, agent: Agent, run: Path) -> None:
         (run / "checkpoint.prev.pt").unlink(missing_ok=True)
-        save_agent(agent, run / "agent.json")
+        agents.save_agent(agent, run / "agent.json")
         os.rename(run, self.root / "agents" / agent.id)
         self.agents[agent.id] = agent
         self._note_published(agent)
@@ -333,13 +329,14 @@ class Population:
             folder, episodes = self.root / "flight" / "again", max(100, self.args.eval_episodes)
             run = self.root / "agents" / winner.id
             folder.mkdir(exist_ok=True)
-            self.pool.start("again", [scoring(winner, run, folder, FRESH, episodes)])
+            self.pool.start("again", [agents.scoring(winner, run, folder, FRESH, episodes)])
             while not (ended := self.pool.wait(1.0)):
                 pass
-            facts = None if ended["again"] else read_score(folder / "score.json")
+            facts = None if ended["again"] else agents.read_score(folder / "score.json")
             if facts is None:
-                why = f"{last_line(folder)}; the same command tries it again"
-                raise UserError(f"the best agent, {winner.id}, could not be scored again: {why}")
+                why = f"{agents.last_line(folder)}; if {run} is damaged, move it away"
+                what = f"the best agent, {winner.id}, could not be scored again: {why}"
+                raise UserError(f"{what}; the same command goes on")
             self.journal.note("rescored", id=winner.id, **facts)
             again = [facts]
         leaderboard.copy_best(self, winner)
