@@ -100,18 +100,18 @@ def load(args: Args) -> dict[str, Any]:
     folder = Path(args.run_dir)
     if args.run_dir in DEMO and not any(folder.glob("*.*")):  # no run has this name
         folder = Path(__file__).with_name("demo") / DEMO[args.run_dir]
-    folder = folder / "best" if (folder / "best").is_dir() else folder  # of a population
+    folder = folder / "best" if (folder / "best/args.json").exists() else folder  # a population's
     path = folder / f"{args.checkpoint}.pt"
+    other, event = ("last", "evaluation") if path.stem == "best" else ("best", "checkpoint")
+    advice = f"; try --checkpoint {other}" * (folder / f"{other}.pt").exists()
     if not path.exists():
         if not (folder / "args.json").exists():
             known = f"; demos are {' and '.join(DEMO)}" * args.run_dir.startswith("demo")
             raise UserError(f"{folder} is not the folder of a run: no args.json is in it{known}")
-        advice = "; try --checkpoint last" * (folder / "last.pt").exists()
-        raise UserError(f"{folder} has no {path.name} yet: no evaluation has ended{advice}")
+        raise UserError(f"{folder} has no {path.name} yet: no {event} has been made{advice}")
     saved, problem = load_checked(path)
     if saved is None:
-        other = {"best": "last", "last": "best"}[args.checkpoint]
-        raise UserError(f"{path} is damaged ({problem}); try --checkpoint {other}")
+        raise UserError(f"{path} is damaged ({problem}){advice}")
     if not isinstance(saved, dict) or not {"script", "args", "step", "agent"} <= saved.keys():
         raise UserError(f"{path} is not a policy that a script of algos/ has saved")
     others = [load(replace(args, run_dir=folder, others=(), weights=())) for folder in args.others]

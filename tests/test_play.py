@@ -486,8 +486,15 @@ def test_a_folder_without_a_policy(tmp_path):
     with pytest.raises(UserError, match="nowhere is not the folder of a run"):
         call(tmp_path / "nowhere")
     (tmp_path / "args.json").write_text("{}")
-    with pytest.raises(UserError, match=r"has no best\.pt yet"):
+    (tmp_path / "best").mkdir()  # a population without an agent
+    with pytest.raises(UserError, match=r"has no best\.pt yet: no evaluation has been made$"):
         call(tmp_path)
+    (tmp_path / "best.pt").touch()
+    with pytest.raises(UserError, match=r"best\.pt is damaged \(.*\)$"):  # there is no other
+        call(tmp_path)
+    said = r"has no last\.pt yet: no checkpoint has been made; try --checkpoint best"
+    with pytest.raises(UserError, match=said):
+        call(tmp_path, checkpoint="last")
     torch.save({"agent": {}}, tmp_path / "best.pt")
     with pytest.raises(UserError, match="is not a policy"):
         call(tmp_path)
