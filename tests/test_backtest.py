@@ -335,6 +335,28 @@ def test_what_was_tried_in_other_years_is_refused(backtest, runs, altered):
         backtest.main(backtest.Options(runs[:1], tried=tried, fees=[0.0]))
 
 
+def test_the_readme_holds_what_was_measured():
+    with open(ROOT / "benchmark" / "results" / "stock.csv", newline="") as file:
+        rows = [
+            row
+            for row in csv.DictReader(file)
+            if (row["what"], row["fee"]) == ("backtest", "0.001")
+        ]
+    found: dict[str, list[np.ndarray]] = {}
+    for row in rows:
+        numbers = [float(row[key]) for key in ("cumulative", "sharpe", "drawdown", "turnover")]
+        found.setdefault(row["strategy"], []).append(np.array(numbers) * (100, 1, 100, 1))
+    text = (ROOT / "benchmark" / "README.md").read_text().replace("−", "-")
+    for strategy, values in found.items():
+        cumulative, ratio, drawdown, turnover = np.mean(values, 0)
+        spread = [""] * 4
+        if len(values) > 1:
+            deviations = np.std(values, 0, ddof=1)
+            spread = [f" ± {deviations[0]:.0f}", f" ± {deviations[1]:.2f}"]
+        cells = f"| {cumulative:.0f}{spread[0]} % | {ratio:.2f}{spread[1]} | {drawdown:.1f} % |"
+        assert cells + (f" {turnover:.1f} |" if turnover else " |") in text, strategy
+
+
 def test_too_few_rows_say_nothing_of_overfitting(backtest):
     table = trials_of(2, rows=16)
     assert backtest.chance(table, table[:, 0])["overfitting"] <= 1
