@@ -134,7 +134,6 @@ def call(module, **given) -> None:
         if name.endswith(("_loss", "_term")):
             given[name] = getattr(module, name)
     given["loss_functions"] = [getattr(module, name) for name in losses if hasattr(module, name)]
-    given["left"] = 0.7  # of the run
     wanted = inspect.signature(module.update).parameters
     module.update(**{name: given[name] for name in wanted})
 
@@ -186,8 +185,9 @@ def on_policy(case: str) -> dict[str, Tensor]:
             past = make_batch(random, 1, 1, lead, shapes, action)
             memory = SimpleNamespace(add=lambda x: None, windows=lambda *x, past=past: past)
             call(
-                module, agent=agent, optimizer=optimizer, rollout=rollout, memory=memory, args=args
-            )
+                module, agent=agent, optimizer=optimizer, rollout=rollout, memory=memory,
+                coef=0.35, args=args,
+            )  # fmt: skip
     return result(agent, optimizer)
 
 
