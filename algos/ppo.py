@@ -52,7 +52,7 @@ class Args(RunArgs):
     learning_rate: float = 5e-4
     """of Adam, for actor and critic; annealed linearly to zero where --target-kl is 0"""
     target_kl: float = 0.0
-    """KL divergence, after an epoch, that an adapted learning rate keeps to (0: annealed)"""
+    """KL divergence, in an epoch's last minibatch, that an adapted rate keeps to (0: annealed)"""
     epochs: int = 10
     """passes over each rollout"""
     minibatch_size: int = 512

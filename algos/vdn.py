@@ -19,7 +19,7 @@ What differs from the paper:
   episode that is truncated inside a window bootstraps from its true last observation;
 - rewards are stored as they are; when sampled they are divided by the present standard deviation
   of the return and clipped to ±10; observations are normalised;
-- double Q-learning and λ-returns, a learning rate annealed to zero, a target network that follows;
+- double Q-learning, λ-returns, a learning rate annealed to zero, soft updates of the target;
 - w_t: errors where Q_tot is above y have the weight α (Rashid et al. 2020, arXiv:2006.10800), 0.1
   to 1 in the run's first half: who does its part alone, for no reward yet, unlearns it more slowly.
 """

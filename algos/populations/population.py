@@ -64,10 +64,10 @@ class Population:
         """Lock the folder and read it; what a killed driver left half done is finished."""
         if not (self.root / "settings.json").exists():  # killed at once it left empty folders
             found = [x for name in FOLDERS for x in self.root.glob(f"{name}/*")]
-            if found := found or [*self.root.glob("args.json")]:  # of a run
-                raise UserError(
-                    f"--root {self.root} has {found[0]}, of something else; name another"
-                )
+            found += self.root.glob("args.json")  # of a run
+            if found:
+                what = f"{found[0]}, of something else"
+                raise UserError(f"--root {self.root} has {what}; name another")
         for name in FOLDERS:
             (self.root / name).mkdir(parents=True, exist_ok=True)
         try:
