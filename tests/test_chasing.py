@@ -54,7 +54,7 @@ def test_equals_the_rules_for_one_world(dim, dtype, error):
     env.reset()
     for part in PARTS:
         setattr(env, part, getattr(env, part).to(dtype))
-    env._check_shapes = lambda *results: None  # which are float32 otherwise
+    env._check_shapes = lambda **results: None  # which are float32 otherwise
     worlds = [World(state(env, index)) for index in range(6)]
     rng = np.random.default_rng(0)
     ends = np.zeros(2, int)

@@ -1,13 +1,13 @@
 """Gymnasium's environments behind the contract: equal to their own selves, and how they break."""
 
-import os
-import signal
+import random
 import sys
 
 import gymnasium
 import numpy as np
 import pytest
 import torch
+from gymnasium.spaces import Box, Discrete
 
 from vec_envs import make
 from vec_envs.core import env_seeds
@@ -67,6 +67,9 @@ gymnasium.register(
 gymnasium.register(
     "CounterDiscrete-v0", Counter, kwargs={"observation_space": Discrete(4, start=-1)}
 )
+boxes = Tuple([Box(-9, 9, (2,))] * 3)
+both = {"observation_space": boxes, "action_space": Tuple([Discrete(2)] * 2)}
+gymnasium.register("CounterTuples-v0", Counter, kwargs=both)
 '''
 
 SILENT = """
@@ -91,28 +94,6 @@ def counting(tmp_path, monkeypatch):
         del gymnasium.registry[id]
 
 
-@pytest.fixture
-def no_hang():
-    """What waits for a dead process forever fails after 20 s."""
-
-    def give_up(*_):
-        raise TimeoutError("the test hangs")
-
-    signal.signal(signal.SIGALRM, give_up)
-    signal.alarm(240)
-    yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-
-
-def is_running(process_id: int) -> bool:
-    try:
-        os.kill(process_id, 0)  # a zombie too still takes the signal
-    except ProcessLookupError:
-        return False
-    return True
-
-
 def refusal(name: str, **options) -> str:
     """The message of the ValueError that `make` raises, which must be one sentence."""
     with pytest.raises(ValueError) as raised:
@@ -126,7 +107,6 @@ def refusal(name: str, **options) -> str:
     ("name", "options", "steps", "terminates", "truncates"),
     [
         ("CartPole-v1", {"max_episode_steps": 20}, 150, True, True),
-        ("CartPole-v1", {"max_episode_steps": 20, "processes": True}, 150, True, True),
         ("LunarLander-v3", {"max_episode_steps": 85}, 300, True, True),
         ("LunarLander-v3", {"continuous": True}, 300, True, False),
         ("LunarLanderContinuous-v3", {}, 150, True, False),
@@ -140,7 +120,6 @@ def refusal(name: str, **options) -> str:
 def test_equals_gymnasium_step_by_step(name, options, steps, terminates, truncates):
     num_envs, seed = 3, 7
     env = make(name, num_envs, seed=123, **options)
-    options = {key: value for key, value in options.items() if key != "processes"}
     gym_envs = [gymnasium.make(name, **options) for _ in range(num_envs)]
     limit = options.get("max_episode_steps", gym_envs[0].spec.max_episode_steps)
     assert env.max_episode_steps == (limit or NO_TIME_LIMIT)
@@ -265,9 +244,8 @@ def test_discrete_observations_count_from_their_start(counting):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("processes", [False, True])
-def test_a_dict_is_flattened_and_said_so(counting, no_hang, capfd, processes):
-    env = make("counting:CounterDict-v0", 2, processes=processes)
+def test_a_dict_is_flattened_and_said_so(counting, capfd):
+    env = make("counting:CounterDict-v0", 2)
     said = capfd.readouterr().err.splitlines()
     assert len(said) == 1 and said[0].startswith("counting:CounterDict-v0: observations Dict(")
     assert said[0].endswith("as 10 numbers") and env.single_observation_space.shape == (10,)
@@ -282,25 +260,73 @@ def test_a_dict_is_flattened_and_said_so(counting, no_hang, capfd, processes):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("processes", [False, True])
-def test_actions_with_several_parts_are_one_choice(counting, no_hang, capfd, processes):
-    count = 3 if processes else 24
-    env = make("counting:CounterMulti-v0", count, processes=processes)
+def test_actions_with_several_parts_are_one_choice(counting, capfd):
+    env = make("counting:CounterMulti-v0", 24)
     said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("counting:")]
     assert len(said) == 1 and "actions MultiDiscrete(" in said[0]
     assert said[0].endswith("as one of 24 choices")
     assert env.single_action_space == gymnasium.spaces.Discrete(24)
     env.reset()
-    _, _, _, _, info = env.step(torch.arange(count))  # the env refuses what is not in its space
+    _, _, _, _, info = env.step(torch.arange(24))  # the env refuses what is not in its space
     expected = [a + b + c for a in (0, 1) for b in (5, 6, 7) for c in (-1, 0, 1, 2)]
-    assert info["final_obs"][:, 1].tolist() == expected[:count]
+    assert info["final_obs"][:, 1].tolist() == expected
     with pytest.raises(ValueError, match="allowed are 0 to 23"):
-        env.step(torch.full((count,), 24))
+        env.step(torch.full((24,), 24))
     env.close()
     env = make("counting:CounterBinary-v0", 16)
     env.reset()
     _, _, _, _, info = env.step(torch.arange(16))
     assert info["final_obs"][:, 1].tolist() == [bin(i).count("1") for i in range(16)]
+
+
+class Sloppy(gymnasium.Env):
+    """What environments out there do, and draws from NumPy's and Python's own generators."""
+
+    observation_space, action_space = Box(-1, 1, (3,)), Discrete(2)
+
+    def __init__(self, size=3, name=""):
+        self.size = size
+
+    def look(self):
+        return [random.random(), *np.random.random(self.size - 1)]
+
+    def reset(self, *, seed=None, options=None):
+        self.steps = 0
+        return self.look(), {}
+
+    def step(self, action):
+        self.steps += 1
+        return self.look(), np.array([2]), np.array([self.steps == 3]), None, {}
+
+
+@pytest.fixture
+def sloppy():
+    gymnasium.register("Sloppy-v0", Sloppy)
+    yield "Sloppy-v0"
+    del gymnasium.registry["Sloppy-v0"]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_an_env_may_be_sloppy(sloppy):
+    """Lists, arrays of one number and None are taken for what they mean; one seed, one episode."""
+    env, same = (make(f"{sloppy},name=x", 2, seed=3) for _ in range(2))
+    first, _ = env.reset()
+    runs = []
+    for each in (env, same):
+        runs.append([each.reset(seed=3)[0], *(each.step([0, 1])[0] for _ in range(3))])
+    assert torch.equal(runs[0][0], first) and not torch.equal(first[0], first[1])
+    assert torch.equal(torch.stack(runs[0]), torch.stack(runs[1]))
+    _, reward, terminated, truncated, _ = env.step([0, 1])
+    assert reward.tolist() == [2.0, 2.0] and not (terminated | truncated).any()
+    env.step([0, 1])
+    assert env.step([0, 1])[2].all()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_an_observation_that_is_not_of_its_space_is_named(sloppy):
+    env = make(sloppy, 2, size=4)
+    with pytest.raises(ValueError, match=r"Sloppy-v0: an observation has 4 numbers and not 3"):
+        env.reset()
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -319,6 +345,7 @@ def test_flat_spaces_are_no_news(counting, capfd):
         ("counting:CounterManyBinary-v0", {}, ("MultiBinary(13) has 8192 combinations", "4096")),
         ("counting:CounterSquare-v0", {}, ("action space Box(0.0, 9.0, (2, 2)", "flat Box")),
         ("counting:CounterTuple-v0", {}, ("action space Tuple(", "only Discrete, MultiDiscrete")),
+        ("counting:CounterTuples-v0", {}, ("action space Tuple(", "only Discrete, MultiDiscrete")),
         ("counting:CounterWhole-v0", {}, ("action space Box(0, 9, (2,), int64)", "of floats")),
         ("counting:Counter-v0", {"wings": 2}, ("unexpected keyword argument 'wings'",)),
         ("broken:Counter-v0", {}, ("package 'broken' failed with ZeroDivisionError",)),
@@ -349,6 +376,10 @@ def test_options_behind_the_name():
     assert make("CartPole-v1,max_episode_steps=20", 2).max_episode_steps == 20
     options = make("Hopper,healthy_z_range=(0.5,2),reset_noise_scale=0", 2).options
     assert options.healthy_z_range == (0.5, 2) and options.reset_noise_scale == 0
+    options = make("Hopper, healthy_z_range=(0.5,inf), terminate_when_unhealthy=FALSE", 2).options
+    assert options.healthy_z_range == (0.5, np.inf) and options.terminate_when_unhealthy is False
+    env = make("FrozenLake-v1,desc=['SF','FG'],is_slippery=false,max_episode_steps=7", 2)
+    assert env.single_observation_space.shape == (4,) and env.max_episode_steps == 7
     for name, message in {
         "Spread,physics=moon": "allowed are mpe2, openai",
         "Spread,gravity=1": "unexpected keyword argument 'gravity'",
@@ -356,7 +387,7 @@ def test_options_behind_the_name():
         "CartPole-v1,gravity=1": "unexpected keyword argument 'gravity'",
         "Spread,physics": "'physics' is not an option of an environment",
         "Spread,": "'' is not an option of an environment",
-        "Ant,frame_skip=many": "Ant: ",
+        "Ant,frame_skip=many": "frame_skip is 'many'; it must be like 5",
         "Ant,frame_skip=0": r"frame_skip is 0; it must be like 5",
         "Ant,main_body=foo": "Ant: .*foo",
         "Hopper,healthy_z_range=0.7": r"healthy_z_range is 0.7; it must be like \(0.7, inf\)",
@@ -366,6 +397,8 @@ def test_options_behind_the_name():
         "Pendulum,g=much": "could not convert string to float: 'much'",
         "CartPole-v1,seed=3": "seed cannot follow the name 'CartPole-v1'",
         "FrozenLake-v1,map_name=none": "FrozenLake-v1: KeyError: 'none'",
+        "Spread,physics=openai,dtype": "physics is 'openai,dtype'",
+        "FetchReach-v4": "unknown environment .* have their module before them, module:Id-v0",
     }.items():
         with pytest.raises(ValueError, match=message):
             make(name, 2)
@@ -410,40 +443,3 @@ def test_render():
     env.close()
     with pytest.raises(NotImplementedError, match='make it with render_mode="rgb_array"'):
         make("CartPole-v1", 1).render()
-
-
-def test_close_leaves_no_process(counting, no_hang):
-    env = make("counting:Counter-v0", 2, processes=True)
-    env.reset()
-    info = env.step(torch.tensor([0, 3]))[-1]
-    assert info["final_obs"].tolist() == [[1.0, 5.0], [1.0, 8.0]]
-    process_ids = [process.pid for process in env._processes]
-    assert len(process_ids) == 2 and all(map(is_running, process_ids))
-    env.close()
-    assert not any(map(is_running, process_ids))
-    env.close()  # once more does no harm
-
-
-@pytest.mark.parametrize("then", ["step", "close"])
-def test_a_killed_process_is_an_error_and_no_hang(no_hang, then):
-    env = make("CartPole-v1", 2, processes=True)
-    env.reset()
-    process_ids = [process.pid for process in env._processes]
-    os.kill(process_ids[1], signal.SIGKILL)
-    if then == "step":
-        with pytest.raises(RuntimeError, match=r"CartPole-v1: the process of env 1 \(exit code -9"):
-            for _ in range(3):
-                env.step(torch.zeros(2, dtype=torch.int64))
-    env.close()
-    assert not any(map(is_running, process_ids))
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")  # Gymnasium's, on what is tested here
-def test_an_error_in_a_process_is_raised_here_and_ends_the_others(counting, no_hang):
-    env = make("counting:Counter-v0", 2, processes=True)
-    env.reset()
-    process_ids = [process.pid for process in env._processes]
-    with pytest.raises(AssertionError, match="9"):
-        env._ask(env._envs.step, np.array([5, 9]))  # past `check_action`
-    assert not any(map(is_running, process_ids))
-    env.close()

@@ -274,6 +274,22 @@ def test_warp_agrees_with_c_until_chaos(name, tmp_path):
     assert torch.stack(agree)[:2].all()
 
 
+@pytest.mark.parametrize("place", ["./mine.xml", "~/mine.xml", "mine.xml"])
+def test_a_model_of_ones_own(place, tmp_path, monkeypatch):
+    """Found where Gymnasium finds it."""
+    (tmp_path / "mine.xml").write_text((ASSETS / "hopper.xml").read_text())
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    if place == "mine.xml":  # one of Gymnasium's own
+        with pytest.raises(ValueError, match=r"mine\.xml"):
+            make("Hopper", 1, xml_file=place)
+        with pytest.raises(OSError, match=r"mine\.xml"):
+            gymnasium.make("Hopper-v5", xml_file=place)
+    else:
+        model = gymnasium.make("Hopper-v5", xml_file=place).unwrapped.model
+        assert make("Hopper", 1, xml_file=place).model.nq == model.nq
+
+
 def test_warp_restarts_only_the_masked():
     pytest.importorskip("mujoco_warp")
     env = make("Ant", 3, backend="warp", seed=0)

@@ -16,7 +16,9 @@ import torch
 import vec_envs
 from algos import a2c, mappo, ppo, qmix, vdn
 from algos.worker_learner import UserError
+from algos.worker_learner.arguments import say_in_one_sentence
 from vec_envs import make
+from vec_envs.core import ContractError
 
 ROOT = Path(__file__).parent.parent
 NOBODY = torch.zeros(4, dtype=torch.bool)
@@ -67,6 +69,16 @@ class Guess(VecEnv):
 
 class Single(gymnasium.Env):
     pass
+
+
+class NoDevice(Guess):
+    def __init__(self, num_envs):
+        super().__init__(num_envs)
+
+
+class Bug(Guess):
+    def __init__(self, num_envs, device="cpu", seed=0):
+        None + 1
 '''
 
 
@@ -87,11 +99,18 @@ def test_a_vec_env_of_ones_own(mine):
     assert not vec_envs.simulates_on_gpu("my_broken_module:Guess", 4)  # what is wrong `make` says
 
 
+def test_an_error_within_its_constructor_keeps_its_traceback(mine):
+    with pytest.raises(TypeError, match="NoneType"):
+        make("my_module:Bug", 5)
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
         ("my_module:Guess,size=3", "my_module:Guess: .*unexpected keyword argument 'size'"),
         ("my_module:Single", "does not register 'Single', nor is that a subclass of VecEnv"),
+        ("my_module:NoDevice", "my_module:NoDevice: .*unexpected keyword argument 'device'"),
+        ("my_module.py:Guess", "a module is named as in an import, without .py"),
         ("my_module:Missing", "does not register 'Missing', nor is that a subclass of VecEnv"),
         ("my_broken_module:Guess", "'my_broken_module' failed with ZeroDivisionError"),
         ("no_such_module:Guess", "No module named 'no_such_module'; is it installed, or its fold"),
@@ -102,6 +121,105 @@ def test_what_is_none_is_refused_in_one_sentence(mine, tmp_path, name, message):
         ppo.train(ppo.Args(env=name, run_dir=str(tmp_path / "run"), **TINY))
     assert "\n" not in str(error.value)
     assert not (tmp_path / "run").exists()
+
+
+BROKEN = """
+import torch
+from gymnasium.spaces import Box, Dict, Discrete, MultiDiscrete
+from my_module import Guess
+
+
+def like(**changes):
+    class Broken(Guess):
+        def __init__(self, num_envs, device="cpu", seed=0):
+            own = changes.get("obs", Box(0, 1, (3,))), changes.get("act", Discrete(3))
+            own += (changes.get("limit", 9),)
+            super(Guess, self).__init__("Broken", num_envs, device, seed, *own)
+            self.worth, self.sign, self.steps = 1.0, torch.zeros(num_envs, 3), 0
+
+        def _simulate(self, action):
+            self.steps += 1
+            reward, terminated = super()._simulate(action)
+            return changes.get("reward", reward), changes.get("terminated", terminated)
+
+        def _observe(self):
+            return changes.get("observe", Guess._observe)(self)
+
+        state_names = changes.get("state", ("sign",))
+
+    return Broken
+
+
+Grid, Start = like(obs=Box(0, 1, (3, 1))), like(act=Discrete(3, start=1))
+Parts, Endless, Typo = like(act=MultiDiscrete([3])), like(limit=None), like(state=("sing",))
+Wide, Double = like(observe=lambda e: torch.zeros(2, 4)), like(observe=lambda e: e.sign.double())
+Itself, Sick = like(observe=lambda e: e.sign), like(observe=lambda e: e.sign + torch.inf)
+One, Never = like(reward=1.0), like(terminated=False)
+Column, Late = like(reward=torch.ones(2, 1)), like(
+    observe=lambda e: e.sign * (torch.nan if e.steps == 3 else 1)
+)
+"""
+
+
+@pytest.fixture
+def broken(mine, outside):
+    (outside / "my_broken_envs.py").write_text(BROKEN)
+    return "my_broken_envs"
+
+
+@pytest.mark.parametrize(
+    ("name", "stage", "message"),
+    [
+        ("Grid", 0, r"observation space is Box\(.* \(3, 1\).*, it must be a Box \(n,\) of floats$"),
+        ("Start", 0, r"action space is Discrete\(3, start=1\), it must be .* or a Discrete from 0"),
+        ("Parts", 0, r"action space is MultiDiscrete\(\[3\]\), it must be"),
+        ("Endless", 0, r"max_episode_steps is None, it must be an int"),
+        ("Typo", 1, r"sing must be a tensor \(2, ...\), since it is in state_names"),
+        ("Wide", 1, r"observation is \(2, 4\) of torch.float32, expected a tensor \(2, 3\)"),
+        ("Double", 1, "observation is .*float64, expected .*float32"),
+        ("Itself", 1, "its observation is sign itself, not a copy"),
+        ("Sick", 1, "its first observation has NaN or infinity"),
+        ("One", 2, r"reward is a float, expected a tensor \(2,\)$"),
+        ("Column", 2, r"reward is \(2, 1\) of torch.float32, expected a tensor \(2,\)$"),
+        ("Never", 2, r"terminated is a bool, expected a tensor \(2,\) of torch.bool"),
+    ],
+)
+def test_what_breaks_the_contract_is_named(broken, name, stage, message):
+    def play():
+        env = make(f"{broken}:{name}", 2)
+        assert stage > 0
+        env.reset()
+        assert stage > 1
+        env.step(torch.zeros(2, dtype=torch.int64))
+
+    with pytest.raises(ValueError if stage == 0 else ContractError, match=f"Broken: .*{message}"):
+        play()
+
+
+def test_a_script_says_only_that(capsys):
+    say_in_one_sentence(ContractError, ContractError("Broken: reward is a float"), None)
+    assert capsys.readouterr().err == "Broken: reward is a float\n"
+
+
+def test_a_run_fails_in_one_sentence(broken, tmp_path):
+    with pytest.raises(UserError, match="Broken: reward is a float"):
+        ppo.train(ppo.Args(env=f"{broken}:One", run_dir=str(tmp_path / "run"), **TINY))
+
+
+def test_a_nan_in_an_observation_is_named_where_actions_are_discrete(broken, tmp_path):
+    with pytest.raises(UserError, match="next_obs is nan at step 12"):
+        ppo.train(ppo.Args(env=f"{broken}:Late", run_dir=str(tmp_path / "run"), **TINY))
+
+
+def test_the_environment_of_the_readme(outside):
+    text = (ROOT / "vec_envs" / "README.md").read_text()
+    (outside / "my_env.py").write_text(text.split("```python\n")[1].split("```")[0])
+    env = make("my_env:Brake", 3, seed=1)
+    env.reset()
+    push = torch.full((3, 1), 1.0)
+    ends = [env.step(push)[2:4] for _ in range(100)]
+    assert torch.stack([terminated for terminated, _ in ends]).any()
+    assert not torch.stack([truncated for _, truncated in ends]).any()
 
 
 def test_its_run_learns_and_is_played(mine, tmp_path):

@@ -171,6 +171,60 @@ def test_mappo_takes_only_available_actions(mortal, tmp_path):
     assert result.last_return == 6.0
 
 
+GRIDS = """
+import numpy as np
+from gymnasium.spaces import Box, Dict, MultiDiscrete
+from pettingzoo import ParallelEnv
+
+class Grids(ParallelEnv):
+    metadata = {"name": "grids"}
+    possible_agents = ["a", "b"]
+
+    def __init__(self, size=4):
+        self.size = size
+
+    def observation_space(self, agent):
+        return Box(-1e300, 1e300, (2, 2), np.float64) if agent == "a" else Dict(x=Box(0, 9, (1,)))
+
+    def action_space(self, agent):
+        return MultiDiscrete([2, 3], start=[0, 5])
+
+    def look(self):
+        grid = np.arange(self.size) + self.steps
+        return {"a": grid.reshape(2, -1), "b": {"x": np.ones(1) * self.steps}}
+
+    def reset(self, seed=None, options=None):
+        self.agents, self.steps = list(self.possible_agents), 0
+        return self.look(), {}
+
+    def step(self, actions):
+        assert all(self.action_space(agent).contains(x) for agent, x in actions.items())
+        self.steps += 1
+        reward = {agent: np.array([x.sum()]) for agent, x in actions.items()}
+        late = dict.fromkeys(self.agents, self.steps == 3)  # and yet they stay in `agents`
+        return self.look(), reward, dict.fromkeys(self.agents, False), late, {}
+
+parallel_env = Grids
+"""
+
+
+def test_spaces_are_flattened_and_an_episode_ends_that_keeps_its_agents(tmp_path, monkeypatch):
+    (tmp_path / "grids.py").write_text(GRIDS)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "grids", raising=False)
+    env = make("pettingzoo:grids", 2)
+    obs, _ = env.reset()
+    assert env.single_action_space == Discrete(6) and env.obs_mask.sum(1).tolist() == [4, 1]
+    for t in (1, 2, 3, 1):
+        obs, reward, terminated, truncated, info = env.step(torch.tensor([[0, 5], [4, 1]]))
+        assert reward.tolist() == [[5.0, 8.0], [7.0, 6.0]] and not terminated.any()
+        assert info["final_obs"][0].tolist() == [[t, t + 1, t + 2, t + 3], [t, 0, 0, 0]]
+        assert truncated.all() == truncated.any() == (t == 3) and obs[0, 0, 0] == t % 3
+        assert info["episode_length"].tolist() == [t, t] and env.alive.all()
+    with pytest.raises(ValueError, match="grids: an observation has 6 numbers and not 4"):
+        make("pettingzoo:grids", 1, size=6).reset()
+
+
 class Pair(gymnasium.Env):
     """Two agents as tuples, as lbforaging has them; the second's actions begin at 5."""
 
@@ -229,16 +283,15 @@ def test_foraging():
 
 
 def test_what_is_not_supported_is_refused_in_one_sentence(mortal):
-    from gymnasium.spaces import Box, Discrete, MultiDiscrete
-
     mixed = {"mortal": Discrete(3), "other": Box(0.0, 1.0, (2,))}
-    many = {"mortal": MultiDiscrete([2, 2]), "other": Discrete(2)}
+    whole = {"mortal": Box(0, 9, (2,), np.int64), "other": Discrete(2)}
     for name, options, words in (
         ("pettingzoo:no_such.module", {}, "importing 'no_such.module' failed"),
+        ("pettingzoo:mpe2.simple_tagg", {}, "No module named 'mpe2.simple_tagg'$"),
         ("pettingzoo:empty", {}, "the module 'empty' has no parallel_env"),
         (mortal, {"unknown": 1}, "unexpected keyword argument 'unknown'"),
         (mortal, {"actions": mixed}, "spaces are not supported together"),
-        (mortal, {"actions": many}, "the action space MultiDiscrete"),
+        (mortal, {"actions": whole}, "the action space Box.*only Discrete, MultiDiscrete"),
         (mortal, {"num_envs": 0}, "num_envs is 0"),
     ):
         with pytest.raises(ValueError, match=words) as raised:

@@ -909,7 +909,7 @@ def test_a_limit_of_evaluations_is_said(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(workers, "LONGEST_EVALUATION", 400)  # CartPole's own is 500
     sizes = {"num_envs": 2, "num_steps": 8, "total_steps": 16, "device": "cpu"}
     ppo.train(ppo.Args(env="CartPole", **sizes, run_dir=str(tmp_path)))
-    assert "An evaluation's episodes end after 400 steps." in capsys.readouterr().out
+    assert "Evaluations stop an episode after 400 steps." in capsys.readouterr().out
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

@@ -428,6 +428,25 @@ def test_files_of_all_kinds_are_the_same_market(tmp_path):
         load_market(str(tmp_path / "a.parquet"))
 
 
+def test_a_file_as_people_have_it(tmp_path, monkeypatch):
+    """In the home folder, an ending in capitals, a comma in its name, an empty last line."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write(tmp_path / "a,b.CSV", [*ROWS, []])
+    cuts = "validation=2020-01-02,test=2020-01-05,steps=1"
+    assert vec_envs.make("StockTrading", 1, data="~/a,b.CSV", steps=1, split="all").stocks == (
+        "A",
+        "B",
+    )
+    with pytest.raises(
+        ValueError, match=r"from 2020-01-01 to 2020-01-05: choose validation=DATE < te"
+    ):
+        vec_envs.make("StockTrading", 1, data="~/a,b.CSV")
+    header = ("Date", "Open", "High", "Low", "Close", "Adj Close", "Volume")
+    path = write(tmp_path / "yahoo.csv", [[*row, "1", "1", "1", "9"] for row in ROWS], header)
+    with pytest.raises(ValueError, match=r"yahoo.csv: the columns are one stock's open, high, low"):
+        vec_envs.make(f"StockTrading,data={path},{cuts}", 1)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -47,9 +47,10 @@ def make(
     gives the same episodes. `env_threads` is the number of threads that step MuJoCo on a CPU (0:
     one per core). `options` are the environment's own keyword arguments; they may also follow the
     name: "Spread,physics=openai".
-    ValueError: unknown name or option.
+    ValueError: unknown name or option, missing package, space that is not supported.
     """
-    name, *words = re.split(r",(?![^(]*\))", name)  # but not at commas in parentheses
+    name, comma, rest = name.partition(",")
+    words = re.split(r",(?=\s*\w+=)", rest) if comma else []  # a value, too, may have commas
     options |= dict(map(_option, words))
     for own in ("num_envs", "device", "seed", "env_threads"):
         if own in options:
@@ -58,8 +59,8 @@ def make(
         threads = {"env_threads": env_threads} if NAMES.get(name) == "mujoco" else {}
         try:
             return kind(num_envs, device=device, seed=seed, **threads, **options)
-        except (TypeError, LookupError) as error:  # of an option
-            if not options:
+        except (TypeError, LookupError) as error:  # of an option, or of the call itself
+            if not options and error.__traceback__.tb_next is not None:
                 raise
             raise ValueError(f"{name}: {error}") from error
     import gymnasium
@@ -72,7 +73,10 @@ def make(
         nearest = difflib.get_close_matches(name.lower(), by_lower_case, n=4, cutoff=0.5)
         hint = ", ".join(by_lower_case[match] for match in nearest)
         hint = f"the nearest names are {hint}" if hint else f"known are {', '.join(NAMES)}"
+        hint += "; ids and classes of other packages have their module before them, module:Id-v0"
         raise ValueError(f"unknown environment {name!r}; {hint}")
+    if ".py:" in name:
+        raise ValueError(f"{name}: a module is named as in an import, without .py")
     from vec_envs.gym import GymEnv, SeveralAgents
     from vec_envs.several_agents import PETTINGZOO, SMAC, MultiAgentGymEnv
 
@@ -100,10 +104,10 @@ def vec_env_class(name: str) -> type[VecEnv] | None:
 
 
 def simulates_on_gpu(name: str, num_envs: int) -> bool:
-    """Whether a GPU can compute so many of this environment, and is worth it.
+    """Whether a GPU, where there is one, should simulate `num_envs` of this environment.
 
-    A step of MuJoCo is many small kernels there: an H100 takes 10.7 ms for that of 1024 Ants and
-    14.4 for that of 4096 (HalfCheetah: 2.4 and 3.1); two CPU cores step 10,000 Ants a second.
+    A step of MuJoCo is many small kernels there: an H100 takes 10.7 ms to step 1024 Ants, 14.4 ms
+    to step 4096 (HalfCheetah: 2.4 and 3.1 ms); two CPU cores make 10,000 Ant steps a second.
     """
     if NAMES.get(base_name(name)) == "mujoco":
         return num_envs >= 1024 and importlib.util.find_spec("mujoco_warp") is not None
@@ -111,7 +115,7 @@ def simulates_on_gpu(name: str, num_envs: int) -> bool:
 
 
 def for_evaluation(name: str) -> str:
-    """`name` with the options with which its class wants a policy to be scored; own ones win."""
+    """`name` with its class's `evaluation_options`; options that are in `name` take precedence."""
     base, _, own = name.partition(",")
     options = getattr(vec_env_class(name), "evaluation_options", "")
     return ",".join(filter(None, (base, options, own)))
@@ -123,11 +127,11 @@ def base_name(name: str) -> str:
 
 
 def _option(word: str) -> tuple[str, Any]:
-    """ "physics=openai" -> ("physics", "openai"); numbers, tuples and booleans as such."""
-    key, equals, value = word.partition("=")
+    """ "physics=openai" -> ("physics", "openai"); numbers, tuples, booleans and inf as such."""
+    key, equals, value = (part.strip() for part in word.partition("="))
     if not key.isidentifier() or not equals:
         raise ValueError(f"{word!r} is not an option of an environment, such as g=9.8")
     try:
-        return key, ast.literal_eval(value)
+        return key, ast.literal_eval(re.sub(r"\binf\b", "1e999", value))
     except (ValueError, SyntaxError):
-        return key, {"true": True, "false": False}.get(value, value)
+        return key, {"true": True, "false": False}.get(value.lower(), value)

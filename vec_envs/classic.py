@@ -20,7 +20,6 @@ from typing import Any
 import gymnasium
 import numpy as np
 import torch
-from gymnasium.spaces import Box, Discrete
 from torch import Tensor
 
 from vec_envs.core import VecEnv
@@ -29,7 +28,8 @@ Array = Any  # of NumPy or torch, whichever `xp` is
 
 
 class ClassicEnv(VecEnv):
-    """What the five have in common: a state of one row per env, and rendering by Gymnasium.
+    """What the five have in common: a state of one row per env, Gymnasium's spaces, time limit and
+    pictures.
 
     A subclass writes `_initial_state` and `_advance`, and `_observe` if it is not the state.
     """
@@ -37,29 +37,18 @@ class ClassicEnv(VecEnv):
     state_names = ("state",)
     compilable = True
     gymnasium_id: str
+    state_dim: int
     cpu_dtype = torch.float64
 
-    def __init__(
-        self,
-        num_envs: int,
-        device: torch.device | str,
-        seed: int,
-        state_dim: int,
-        single_observation_space: Box,
-        single_action_space: Box | Discrete,
-        max_episode_steps: int,
-    ):
-        super().__init__(
-            type(self).__name__,
-            num_envs,
-            device,
-            seed,
-            single_observation_space,
-            single_action_space,
-            max_episode_steps,
+    def __init__(self, num_envs: int, device: torch.device | str = "cpu", seed: int = 0):
+        theirs = gymnasium.make(self.gymnasium_id)
+        spaces, steps = (
+            (theirs.observation_space, theirs.action_space),
+            theirs.spec.max_episode_steps,
         )
+        super().__init__(type(self).__name__, num_envs, device, seed, *spaces, steps)
         self.dtype = self.cpu_dtype if self.device.type == "cpu" else torch.float32
-        self.state = torch.zeros(num_envs, state_dim, dtype=self.dtype, device=self.device)
+        self.state = torch.zeros(num_envs, self.state_dim, dtype=self.dtype, device=self.device)
 
     @property
     def xp(self) -> Any:
@@ -117,7 +106,7 @@ class CartPole(ClassicEnv):
     Source: Barto, Sutton, Anderson 1983; https://coneural.org/florian/papers/05_cart_pole.pdf.
     """
 
-    gymnasium_id = "CartPole-v1"
+    gymnasium_id, state_dim = "CartPole-v1", 4
     gravity = 9.8  # m/s²
     cart_mass, pole_mass = 1.0, 0.1  # kg
     half_length = 0.5  # m, from the joint to the pole's centre of mass
@@ -126,24 +115,11 @@ class CartPole(ClassicEnv):
     max_x, max_angle = 2.4, 12 * 2 * math.pi / 360  # m, rad
 
     def __init__(
-        self,
-        num_envs: int,
-        device: torch.device | str = "cpu",
-        seed: int = 0,
+        self, num_envs: int, device: torch.device | str = "cpu", seed: int = 0,
         sutton_barto_reward: bool = False,
-    ):
+    ):  # fmt: skip
+        super().__init__(num_envs, device, seed)
         self.sutton_barto_reward = sutton_barto_reward
-        # Twice the limits, so that the last observation lies inside too.
-        high = np.array([2 * self.max_x, np.inf, 2 * self.max_angle, np.inf], np.float32)
-        super().__init__(
-            num_envs,
-            device,
-            seed,
-            state_dim=4,
-            single_observation_space=Box(-high, high),
-            single_action_space=Discrete(2),
-            max_episode_steps=500,
-        )
 
     def _initial_state(self) -> Tensor:
         return self.uniform(-0.05, 0.05, 4, dtype=self.dtype)
@@ -182,7 +158,7 @@ class Pendulum(ClassicEnv):
     First state: θ uniform in ±π, θ̇ uniform in ±1. `g` is the gravity [m/s²].
     """
 
-    gymnasium_id = "Pendulum-v1"
+    gymnasium_id, state_dim = "Pendulum-v1", 2
     mass, length = 1.0, 1.0  # kg, m
     dt = 0.05  # s
     max_speed, max_torque = 8.0, 2.0
@@ -190,17 +166,8 @@ class Pendulum(ClassicEnv):
     def __init__(
         self, num_envs: int, device: torch.device | str = "cpu", seed: int = 0, g: float = 10.0
     ):
+        super().__init__(num_envs, device, seed)
         self.g = float(g)
-        high = np.array([1.0, 1.0, self.max_speed], np.float32)
-        super().__init__(
-            num_envs,
-            device,
-            seed,
-            state_dim=2,
-            single_observation_space=Box(-high, high),
-            single_action_space=Box(-self.max_torque, self.max_torque, (1,)),
-            max_episode_steps=200,
-        )
 
     def _initial_state(self) -> Tensor:
         theta = self.uniform(-math.pi, math.pi, dtype=self.dtype)
@@ -238,7 +205,7 @@ class Acrobot(ClassicEnv):
     Source: Sutton 1996 with the equations of Sutton and Barto's book; RLPy's implementation.
     """
 
-    gymnasium_id = "Acrobot-v1"
+    gymnasium_id, state_dim = "Acrobot-v1", 4
     gravity = 9.8  # m/s²
     mass_1, mass_2 = 1.0, 1.0  # kg
     length_1 = 1.0  # m
@@ -246,18 +213,6 @@ class Acrobot(ClassicEnv):
     inertia_1, inertia_2 = 1.0, 1.0  # kg m²
     dt = 0.2  # s
     max_speed_1, max_speed_2 = 4 * math.pi, 9 * math.pi
-
-    def __init__(self, num_envs: int, device: torch.device | str = "cpu", seed: int = 0):
-        high = np.array([1.0, 1.0, 1.0, 1.0, self.max_speed_1, self.max_speed_2], np.float32)
-        super().__init__(
-            num_envs,
-            device,
-            seed,
-            state_dim=4,
-            single_observation_space=Box(-high, high),
-            single_action_space=Discrete(3),
-            max_episode_steps=500,
-        )
 
     def _initial_state(self) -> Tensor:
         return self.uniform(-0.1, 0.1, 4, dtype=self.dtype)
@@ -330,32 +285,17 @@ class MountainCar(ClassicEnv):
     Source: Moore 1990, Sutton's code.
     """
 
-    gymnasium_id = "MountainCar-v0"
+    gymnasium_id, state_dim = "MountainCar-v0", 2
     power, gravity = 0.001, 0.0025
     min_position, max_position, max_speed = -1.2, 0.6, 0.07
     goal_position = 0.5
-    time_limit = 200  # steps
-    continuous = False
 
     def __init__(
-        self,
-        num_envs: int,
-        device: torch.device | str = "cpu",
-        seed: int = 0,
+        self, num_envs: int, device: torch.device | str = "cpu", seed: int = 0,
         goal_velocity: float = 0.0,
-    ):
+    ):  # fmt: skip
+        super().__init__(num_envs, device, seed)
         self.goal_velocity = float(goal_velocity)
-        low = np.array([self.min_position, -self.max_speed], np.float32)
-        high = np.array([self.max_position, self.max_speed], np.float32)
-        super().__init__(
-            num_envs,
-            device,
-            seed,
-            state_dim=2,
-            single_observation_space=Box(low, high),
-            single_action_space=Box(-1.0, 1.0, (1,)) if self.continuous else Discrete(3),
-            max_episode_steps=self.time_limit,
-        )
 
     def _initial_state(self) -> Tensor:
         position = self.uniform(-0.6, -0.4, dtype=self.dtype)
@@ -393,8 +333,6 @@ class MountainCarContinuous(MountainCar):
     gymnasium_id = "MountainCarContinuous-v0"
     power = 0.0015
     goal_position = 0.45
-    time_limit = 999
-    continuous = True
     cpu_dtype = torch.float32  # Gymnasium rounds this one's state to float32 after every step
 
     def _advance(self, state: Array, action: Array) -> tuple[tuple[Array, ...], Array, Array]:

@@ -14,7 +14,7 @@ A `VecEnv` is a `gymnasium.vector.VectorEnv` whose arrays are torch tensors, bat
   final where it ended.
   Do not change a returned tensor in place: `obs`, `env.obs` and, where no episode ended,
   `final_obs` are the same tensor.
-- Actions are in the env's own bounds (`single_action_space`). Out-of-bounds actions are clipped; a
+- Actions are in the env's own bounds (`single_action_space`). The env clips those out of bounds; a
   control cost is charged for the action as given (MuJoCo) or as clipped (Pendulum), as in
   Gymnasium. Wrong shapes are an error; so are NaN and discrete actions that do not exist, except
   on a GPU and in compiled rollouts, where looking would cost a synchronisation.
@@ -54,9 +54,9 @@ import signal
 from multiprocessing import forkserver, resource_tracker
 from typing import Any
 
-import gymnasium
 import numpy as np
 import torch
+from gymnasium.spaces import Box, Discrete, Space
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 from torch import Tensor
@@ -74,7 +74,7 @@ def available_cores() -> int:
 def start_forkserver() -> None:
     """Start the process that this one's children are forked from, if it does not run yet.
 
-    It has imported torch once for them all, which takes each of them seconds and memory otherwise.
+    It imports torch once for all of them; otherwise each would need seconds and memory for it.
     Signals to a whole process group are blocked in it, and in a child until `unblock_signals`.
     """
     forkserver.set_forkserver_preload(["torch", "gymnasium", "tyro"])
@@ -105,6 +105,10 @@ def env_seeds(seed: int, count: int) -> list[int]:
     return (sequence.generate_state(count) >> 1).tolist()
 
 
+class ContractError(ValueError):
+    """What an environment, or who steps it, does against the contract; a script says only this."""
+
+
 class VecEnv(VectorEnv):
     """`num_envs` copies of one environment that step together on one device.
 
@@ -118,7 +122,7 @@ class VecEnv(VectorEnv):
     compilable = False  # a step is operations on tensors alone, which torch.compile understands
     num_agents: int | None = None  # None: a single agent, and no axis for it
     known_returns: dict[str, float] = {}  # of simple policies, for comparison
-    evaluation_options = ""  # that follow the name where a policy is scored, e.g. other data
+    evaluation_options = ""  # added to the name where a policy is scored, e.g. other data
 
     def __init__(
         self,
@@ -126,12 +130,24 @@ class VecEnv(VectorEnv):
         num_envs: int,
         device: torch.device | str,
         seed: int,
-        single_observation_space: gymnasium.spaces.Box,
-        single_action_space: gymnasium.spaces.Box | gymnasium.spaces.Discrete,
+        single_observation_space: Box,
+        single_action_space: Box | Discrete,
         max_episode_steps: int,
     ):
         if num_envs < 1:
             raise ValueError(f"{name}: num_envs is {num_envs}, it must be at least 1")
+        if not isinstance(max_episode_steps, int) or max_episode_steps < 1:
+            limit = "it must be an int, at least 1 (10**9: no time limit)"
+            raise ValueError(f"{name}: max_episode_steps is {max_episode_steps!r}, {limit}")
+        for kind, space in (
+            ("observation", single_observation_space),
+            ("action", single_action_space),
+        ):
+            flat = isinstance(space, Box) and len(space.shape) == 1 and space.dtype.kind == "f"
+            counts = kind == "action" and isinstance(space, Discrete) and space.start == 0
+            if not flat and not counts:
+                allowed = "a Box (n,) of floats" + " or a Discrete from 0" * (kind == "action")
+                raise ValueError(f"{name}: its {kind} space is {space}, it must be {allowed}")
         self.name = name
         self.num_envs = num_envs
         self.device = torch.device(device)
@@ -160,6 +176,10 @@ class VecEnv(VectorEnv):
     def _observe(self) -> Tensor:
         raise NotImplementedError
 
+    def _truncate(self, lengths: Tensor) -> Tensor:
+        """Which episodes are over after so many steps (N,); a wrapped simulator knows it itself."""
+        return lengths >= self.max_episode_steps
+
     # The contract.
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[Tensor, dict]:
@@ -168,29 +188,40 @@ class VecEnv(VectorEnv):
             self.generator.manual_seed(env_seeds(seed, 1)[0])
         self._restart(torch.ones(self.num_envs, dtype=torch.bool, device=self.device))
         for name in self.state_names:
-            if getattr(getattr(self, name), "shape", ())[:1] != (self.num_envs,):
+            if getattr(getattr(self, name, None), "shape", ())[:1] != (self.num_envs,):
                 expected = f"a tensor ({self.num_envs}, ...), since it is in state_names"
-                raise ValueError(f"{self.name}: {name} must be {expected}")
+                raise ContractError(f"{self.name}: {name} must be {expected}")
+        return self._first_observation()
+
+    def _first_observation(self) -> tuple[Tensor, dict]:
+        """The end of a reset."""
         # Not in place: the last step's info may hold them.
         self._returns, self._lengths = (torch.zeros_like(x) for x in (self._returns, self._lengths))
         self.obs = self._observe()
+        self._check_shapes(observation=self.obs)
+        if self.looks and not self.obs.isfinite().all():
+            raise ContractError(f"{self.name}: its first observation has NaN or infinity")
+        memory = self.obs.untyped_storage().data_ptr()
+        for name in self.state_names:  # a restart in place would change final_obs
+            if getattr(self, name).untyped_storage().data_ptr() == memory:
+                raise ContractError(f"{self.name}: its observation is {name} itself, not a copy")
         return self.obs, {}
 
     def step(self, action: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, dict[str, Any]]:
         """Advance every env one step and start a new episode where one ended.
 
         Returns obs (N, obs_dim), reward (N,) float32, terminated, truncated (N,) bool, info.
-        Raises ValueError for an action that cannot be (see above), RuntimeError before `reset`.
+        Raises ContractError for an action that cannot be (see above), RuntimeError before `reset`.
         """
         if self.obs is None:
             raise RuntimeError(f"{self.name}: call reset() before the first step()")
         reward, terminated = self._simulate(self.check_action(action))
-        reward = reward.float()
         final_obs = self._observe()
-        self._check_shapes(reward, terminated, final_obs)
+        self._check_shapes(reward=reward, terminated=terminated, observation=final_obs)
+        reward = reward.float()
         returns = self._returns + (reward if self.num_agents is None else reward.sum(1))
         lengths = self._lengths + 1
-        truncated = lengths >= self.max_episode_steps
+        truncated = self._truncate(lengths)
         done = terminated | truncated
         if not self.looks or bool(done.any()):  # unknown without a look: then compute it always
             self._restart(done)
@@ -203,31 +234,34 @@ class VecEnv(VectorEnv):
         info = {"final_obs": final_obs, "episode_return": returns, "episode_length": lengths}
         return self.obs, reward, terminated, truncated, info
 
-    def _check_shapes(self, reward: Tensor, terminated: Tensor, obs: Tensor) -> None:
+    def _check_shapes(self, **results: Any) -> None:
         agents = () if self.num_agents is None else (self.num_agents,)
-        for what, x, shape, dtype in (
-            ("reward", reward, agents, torch.float32),
-            ("terminated", terminated, (), torch.bool),
-            ("observation", obs, (*agents, *self.single_observation_space.shape), torch.float32),
-        ):
-            if x.shape != (self.num_envs, *shape) or x.dtype != dtype:
-                expected = f"expected {(self.num_envs, *shape)} of {dtype}"
-                is_now = f"{tuple(x.shape)} of {x.dtype}"
-                raise ValueError(f"{self.name}: its {what} has shape {is_now}, {expected}")
+        contract = {
+            "reward": (agents, None),
+            "terminated": ((), torch.bool),
+            "observation": ((*agents, *self.single_observation_space.shape), torch.float32),
+        }
+        for what, x in results.items():
+            (shape, dtype), is_tensor = contract[what], isinstance(x, Tensor)
+            shape = self.num_envs, *shape
+            if not is_tensor or x.shape != shape or dtype not in (x.dtype, None):
+                is_now = f"{tuple(x.shape)} of {x.dtype}" if is_tensor else f"a {type(x).__name__}"
+                expected = f"a tensor {shape}" + f" of {dtype}" * (dtype is not None)
+                raise ContractError(f"{self.name}: {what} is {is_now}, expected {expected}")
 
     def check_action(self, action: Tensor) -> Tensor:
-        """`action` as a tensor on the device; ValueError if it cannot be an action."""
+        """`action` as a tensor on the device; ContractError if it cannot be an action."""
         action = torch.as_tensor(action, device=self.device).detach()
         space = self.single_action_space
         agents = () if self.num_agents is None else (self.num_agents,)
         expected = (self.num_envs, *agents, *space.shape)
         if action.shape != expected:
-            raise ValueError(
+            raise ContractError(
                 f"{self.name}: the action has shape {tuple(action.shape)}, expected {expected}"
             )
-        if isinstance(space, gymnasium.spaces.Discrete):
+        if isinstance(space, Discrete):
             if action.is_floating_point():
-                raise ValueError(
+                raise ContractError(
                     f"{self.name}: the action has type {action.dtype}, expected integers"
                 )
             allowable = (action >= 0) & (action < space.n)
@@ -237,7 +271,7 @@ class VecEnv(VectorEnv):
             allowed = "finite numbers"
         if self.looks and not allowable.all():
             index = tuple((~allowable).nonzero()[0].tolist())
-            raise ValueError(
+            raise ContractError(
                 f"{self.name}: the action at index {index} is {action[index].item()}, "
                 f"allowed are {allowed}"
             )
@@ -298,8 +332,8 @@ class MultiAgentVecEnv(VecEnv):
         num_envs: int,
         device: torch.device | str,
         seed: int,
-        observation_spaces: list[gymnasium.spaces.Box],
-        action_spaces: list[gymnasium.spaces.Box] | list[gymnasium.spaces.Discrete],
+        observation_spaces: list[Box],
+        action_spaces: list[Box] | list[Discrete],
         max_episode_steps: int,
         available_in_obs: bool = False,
     ):
@@ -309,7 +343,7 @@ class MultiAgentVecEnv(VecEnv):
         if available_in_obs:
             low, high = (np.pad(b, (0, action_space.n)) for b in (obs_space.low, obs_space.high))
             high[-action_space.n :] = 1.0
-            obs_space = gymnasium.spaces.Box(low, high)
+            obs_space = Box(low, high)
             obs_mask = torch.cat((obs_mask, action_mask), 1)
         super().__init__(name, num_envs, device, seed, obs_space, action_space, max_episode_steps)
         self.num_agents = len(obs_mask)
@@ -339,12 +373,12 @@ class MultiAgentVecEnv(VecEnv):
 
     def check_action(self, action: Tensor) -> Tensor:
         action = super().check_action(action)
-        if not self.looks or not isinstance(self.single_action_space, gymnasium.spaces.Discrete):
+        if not self.looks or not isinstance(self.single_action_space, Discrete):
             return action
         excess = action >= self.action_mask.sum(1)  # an agent's own actions come first
         if excess.any():
             env, agent = excess.nonzero()[0].tolist()
-            raise ValueError(
+            raise ContractError(
                 f"{self.name}: the action at index {(env, agent)} is {action[env, agent].item()}, "
                 f"allowed for this agent are 0 to {self.action_mask[agent].sum().item() - 1}"
             )
@@ -373,16 +407,16 @@ class Elsewhere:
         return *(x.to(self.device) for x in result), info
 
 
-def _padded(spaces: list) -> tuple[gymnasium.spaces.Space, Tensor]:
+def _padded(spaces: list) -> tuple[Space, Tensor]:
     """A space large enough for each of `spaces`, and which of its entries each has (A, size)."""
-    if isinstance(spaces[0], gymnasium.spaces.Discrete):
+    if isinstance(spaces[0], Discrete):
         sizes = torch.tensor([int(space.n) for space in spaces])
-        padded = gymnasium.spaces.Discrete(int(sizes.max()))
+        padded = Discrete(int(sizes.max()))
     else:
         sizes = torch.tensor([space.shape[0] for space in spaces])
         low, high = (
             np.stack([np.pad(getattr(s, bound), (0, sizes.max() - s.shape[0])) for s in spaces])
             for bound in ("low", "high")
         )
-        padded = gymnasium.spaces.Box(low.min(0), high.max(0), dtype=np.float32)
+        padded = Box(low.min(0), high.max(0), dtype=np.float32)
     return padded, torch.arange(int(sizes.max())) < sizes.unsqueeze(1)

@@ -36,8 +36,8 @@ def draw(env: VecEnv) -> np.ndarray:
 def choose_gl(name: str) -> None:
     """Have MuJoCo draw without a window: MUJOCO_GL, which it reads when it is imported.
 
-    Each way is tried in a process of its own, since one that fails is there to stay. `CannotDraw`
-    if none works; nothing happens where the environment `name` is not MuJoCo's.
+    Each way is tried in a process of its own, since it cannot be changed after the import.
+    `CannotDraw` if none works; nothing happens where the environment `name` is not MuJoCo's.
     """
     name = base_name(name)
     made_by = NAMES.get(name) or getattr(gymnasium.registry.get(name), "entry_point", "")

@@ -1,33 +1,33 @@
 """Any Gymnasium environment behind the `VecEnv` contract.
 
-    env = make("LunarLander-v3", num_envs=16)                     # stepped one after another, here
-    env = make("BipedalWalker-v3", num_envs=16, processes=True)   # stepped in 16 processes
-    env = make("my_package:MyEnv-v0", num_envs=4)                 # an id that my_package registers
+    env = make("LunarLander-v3", num_envs=16)
+    env = make("my_package:MyEnv-v0", num_envs=4)      # an id that my_package registers
 
-Episodes, time limits and random generators are Gymnasium's own: env i after `reset(seed)` plays
-what `gymnasium.make(id)` plays after `reset(seed=env_seeds(seed, num_envs)[i])`.
+The copies are stepped one after another in this process; the scripts' --num-workers divides them
+among processes. Episodes, time limits and random generators are Gymnasium's own: env i after
+`reset(seed)` plays what `gymnasium.make(id)` plays after
+`reset(seed=env_seeds(seed, num_envs)[i])`.
 """
 
 import importlib
 import math
 import multiprocessing
 import os
+import random
 import sys
 import textwrap
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import wait
 from typing import Any
 
 import gymnasium
 import numpy as np
 import torch
-from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Tuple, flatten_space
-from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
-from gymnasium.wrappers import FlattenObservation
+from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Tuple
+from gymnasium.spaces.utils import flatdim, flatten, flatten_space
 from torch import Tensor
 
-from vec_envs.core import VecEnv, env_seeds, start_forkserver, unblock_signals
+from vec_envs.core import ContractError, VecEnv, env_seeds
 
 NO_TIME_LIMIT = 10**9  # `max_episode_steps` of an env that is never truncated
 MOST_CHOICES = 4096  # of a MultiDiscrete or MultiBinary action, which becomes one Discrete
@@ -42,172 +42,176 @@ INSTALL = {
 }
 
 
-class GymEnv(VecEnv):
+class Outside:
+    """What `GymEnv` and `MultiAgentGymEnv` have in common: the environments are not ours.
+
+    Each of `_envs` has `reset(seed, options)`, `step(action)` -> reward (or one an agent),
+    terminated, truncated, and `env`, the environment itself.
+    """
+
+    exact_resume = False  # a simulator that is not ours cannot be saved
+    _envs: list[Any] = []  # where the constructor failed
+
+    def _outside(self, envs: list[Any], seed: int) -> None:
+        """The last part of the constructor."""
+        self._envs, self._first_seed = envs, seed  # of the first reset(), if that has none
+        self.metadata = {**getattr(envs[0].env, "metadata", {}), **self.metadata}
+        self.looks = True  # every value is on the CPU first
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[Tensor, dict]:
+        """Start a new episode in every env, with seeds `env_seeds`: obs (N, ..., obs_dim), {}.
+
+        Without a seed the first reset takes the constructor's, and later ones continue the envs'
+        random generators. `options` is handed to the envs.
+        """
+        seed = self._first_seed if seed is None else seed
+        self._first_seed, seeds = None, [None] * self.num_envs
+        if seed is not None:
+            seeds = env_seeds(seed, self.num_envs)
+            random.seed(seeds[0])  # some environments draw from these
+            np.random.seed(seeds[0])
+        for env, env_seed in zip(self._envs, seeds, strict=True):
+            env.reset(env_seed, options)
+        return self._first_observation()
+
+    def _restart(self, mask: Tensor) -> None:
+        for index in mask.nonzero().flatten().tolist():
+            self._envs[index].reset(None, None)
+
+    def _simulate(self, action: Tensor) -> tuple[Tensor, Tensor]:
+        pairs = zip(self._envs, action.cpu().numpy(), strict=True)
+        results = zip(*[env.step(own) for env, own in pairs], strict=True)
+        reward, terminated, self._truncated = (
+            torch.tensor(values, device=self.device) for values in results
+        )
+        return reward, terminated
+
+    def _truncate(self, lengths: Tensor) -> Tensor:
+        return self._truncated
+
+    def render(self, index: int = 0) -> np.ndarray:
+        """An RGB picture (height, width, 3) uint8 of env number `index`."""
+        env = self._envs[index].env
+        picture = env.render() if getattr(env, "render_mode", None) else None
+        if not isinstance(picture, np.ndarray):
+            wish = 'make it with render_mode="rgb_array"'
+            raise NotImplementedError(f"{self.name} has no picture: {wish}")
+        return picture
+
+    def close_extras(self, **kwargs: Any) -> None:
+        for env in self._envs:
+            env.env.close()
+
+
+class GymEnv(Outside, VecEnv):
     """`num_envs` copies of the Gymnasium environment `name`, an id or "package:id".
 
-    Observations: float32 (N, obs_dim), flattened by Gymnasium's `FlattenObservation`: a Box in row
-    order, a Discrete(n) as a one-hot vector of n numbers, the parts of a Dict (sorted by name) or
-    Tuple one after another. Images are refused: no network of the collection is made for them.
+    Observations: float32 (N, obs_dim), flattened by Gymnasium's `flatten`: a Box in row order, a
+    Discrete(n) as a one-hot vector of n numbers, the parts of a Dict or Tuple one after another, in
+    the order of the space. Images are refused: no network of the collection is made for them.
     Actions: a flat Box of floats in the env's own bounds, clipped to them (N, act_dim); a
     Discrete(n) always 0 ... n - 1 (N,), also where the env counts from another start. A
     MultiDiscrete or MultiBinary action becomes one Discrete, whose numbers count through all
     combinations, the last part fastest; so every script for discrete actions can learn it, but
     more than 4096 combinations are refused.
 
-    With `processes` each env runs in a process of its own. They are not forked, because neither
-    torch's threads nor CUDA work in a forked process, so a script that uses them needs
-    `if __name__ == "__main__":`. `options` go to `gymnasium.make`: the env's keyword arguments and
-    `max_episode_steps`; `render_mode="rgb_array"` if `render` is used.
+    `options` go to `gymnasium.make`: the env's keyword arguments and `max_episode_steps`;
+    `render_mode="rgb_array"` if `render` is used.
 
     ValueError: unknown id or option, missing package, space that is not supported.
     """
 
-    exact_resume = False  # a simulator that is not ours cannot be saved
-    _envs: SyncVectorEnv | AsyncVectorEnv | None = None
-
     def __init__(
-        self, name: str, num_envs: int, device: torch.device | str = "cpu", seed: int = 0,
-        processes: bool = False, **options: Any,
+        self, name: str, /, num_envs: int, device: torch.device | str = "cpu", seed: int = 0,
+        **options: Any,
     ):  # fmt: skip
         make_one = maker(name, options)
-        probe = _probe(name, maker(name, options, flat=False))
-        observation, action = probe.observation_space, probe.action_space
-        max_episode_steps = (probe.spec and probe.spec.max_episode_steps) or NO_TIME_LIMIT
-        probe.close()
-        flat = flatten_space(observation)
-        with np.errstate(over="ignore"):  # a bound beyond float32 becomes infinite
-            obs_space = Box(flat.low.astype(np.float32), flat.high.astype(np.float32))
-        if not (is_flat(observation) and is_flat(action)):
-            _say_what_is_flattened(name, observation, action, obs_space)
-        if not isinstance(action, Box):
-            action = Discrete(math.prod(_choices(action)))  # the contract counts from 0
-        super().__init__(name, num_envs, device, seed, obs_space, action, max_episode_steps)
-        self._first_seed: int | None = seed  # of the first reset(), if that has none
-        self._processes: list[multiprocessing.Process] = []
-        # A daemonic process (a worker, the evaluator) may not start any: there one after another.
-        processes = processes and not multiprocessing.current_process().daemon
-        kwargs: dict[str, Any] = {"copy": False, "autoreset_mode": AutoresetMode.SAME_STEP}
-        if processes:
-            start_forkserver()
-            kwargs["context"] = "forkserver"
-        kind = AsyncVectorEnv if processes else SyncVectorEnv
-        make = _ignoring_ctrl_c(make_one) if processes else make_one
+        first = make_one()
+        observation, action = first.observation_space, first.action_space
         try:
-            self._envs = kind([make] * num_envs, **kwargs)
-        except (EOFError, ConnectionError) as error:
-            raise RuntimeError(
-                f"{name}: an environment's process died as it started (what it printed says why; "
-                'a script without `if __name__ == "__main__":` is a common reason)'
-            ) from error
-        if processes:
-            self._processes = self._envs.processes
-        self.metadata, self.render_mode = self._envs.metadata, self._envs.render_mode
+            both = isinstance(action, Tuple) and isinstance(observation, Tuple)
+            if both and len(action) == len(observation):
+                raise SeveralAgents(f"{name} has several agents: make it by vec_envs.make")
+            check_spaces(name, observation, action)
+            spaces = flat_box(observation), one_choice(action)
+            steps = (first.spec and first.spec.max_episode_steps) or NO_TIME_LIMIT
+            super().__init__(name, num_envs, device, seed, *spaces, steps)
+        except ValueError:
+            first.close()
+            raise
+        say_what_is_flattened(name, observation, action)
+        envs = [first, *(make_one() for _ in range(num_envs - 1))]
+        self._outside([_FlatEnv(name, env) for env in envs], seed)
 
-    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[Tensor, dict]:
-        """Start a new episode in every env, with seeds `env_seeds`: obs (N, obs_dim), {}.
-
-        Without a seed the first reset takes the constructor's, and later ones continue the envs'
-        random generators. `options` is handed to the envs.
-        """
-        seed = self._first_seed if seed is None else seed
-        self._first_seed = None
-        seeds = None if seed is None else env_seeds(seed, self.num_envs)
-        observations, _ = self._ask(self._envs.reset, seed=seeds, options=options)
-        # Not in place: the last step's info may hold them.
-        self._returns, self._lengths = (torch.zeros_like(x) for x in (self._returns, self._lengths))
-        self.obs = self._observation_tensor(observations)
-        return self.obs, {}
-
-    def step(self, action: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, dict[str, Any]]:
-        """As `VecEnv.step`; RuntimeError also when an env's process has died."""
-        if self.obs is None:
-            raise RuntimeError(f"{self.name}: call reset() before the first step()")
-        observations, reward, terminated, truncated, gym_info = self._ask(
-            self._envs.step, self._gym_action(action)
-        )
-        self.obs = final_obs = self._observation_tensor(observations)
-        ended = np.flatnonzero(terminated | truncated)
-        if ended.size:
-            true_next = observations.copy()
-            for index in ended:
-                true_next[index] = gym_info["final_obs"][index]
-            final_obs = self._observation_tensor(true_next)
-        # Gymnasium does not reuse these arrays, so that the tensors may share their memory.
-        reward = torch.from_numpy(reward.astype(np.float32)).to(self.device)
-        terminated = torch.from_numpy(terminated).to(self.device)
-        truncated = torch.from_numpy(truncated).to(self.device)
-        returns = self._returns + reward
-        lengths = self._lengths + 1
-        self._returns, self._lengths = returns, lengths
-        if ended.size:
-            done = terminated | truncated
-            self._returns = torch.where(done, 0.0, returns)
-            self._lengths = torch.where(done, 0, lengths)
-        info = {"final_obs": final_obs, "episode_return": returns, "episode_length": lengths}
-        return self.obs, reward, terminated, truncated, info
-
-    def render(self, index: int = 0) -> np.ndarray:
-        """An RGB picture (height, width, 3) uint8 of env number `index`."""
-        if self.render_mode != "rgb_array":
-            raise NotImplementedError(
-                f'{self.name} has no picture: make it with render_mode="rgb_array"'
-            )
-        return self._ask(self._envs.render)[index]
-
-    def close_extras(self, **kwargs: Any) -> None:
-        """End the envs and their processes (called by `close`)."""
-        if self._envs is None:  # the constructor failed, and older Gymnasiums close all the same
-            return
-        try:
-            self._envs.close(**kwargs)
-        except (EOFError, OSError):  # a process died since the last step
-            self._kill()
-
-    def _ask(self, call: Callable, *args: Any, **kwargs: Any) -> Any:
-        """`call` a method of the vectorised env; if it fails, end the processes that remain."""
-        try:
-            return call(*args, **kwargs)
-        except BaseException as error:
-            if not self._processes or self._envs.closed:
-                raise
-            lost_pipe = isinstance(error, (EOFError, ConnectionError))
-            if lost_pipe:  # the process is about to end: wait for its exit code
-                wait([process.sentinel for process in self._processes], timeout=1)
-            codes = [process.exitcode for process in self._processes]
-            self._kill()
-            if not lost_pipe:
-                raise
-            dead = ", ".join(f"{i} (exit code {c})" for i, c in enumerate(codes) if c is not None)
-            raise RuntimeError(f"{self.name}: the process of env {dead} died") from error
-
-    def _kill(self) -> None:
-        for process in self._processes:
-            process.kill()
-            process.join()
-        self._envs.closed = True  # Gymnasium's own close would wait for an answer
-
-    def _gym_action(self, action: Tensor) -> np.ndarray:
-        action = self.check_action(action).detach().cpu().numpy()
-        space = self.single_action_space
-        if isinstance(space, Box):
-            action = np.clip(action.astype(space.dtype), space.low, space.high)
-        # For tensors on a GPU, `check_action` has not looked at the values.
-        if self.device.type != "cpu" and not self.action_space.contains(action):
-            raise ValueError(f"{self.name}: not an action of {space}: {action}")
-        if isinstance(space, Box):
-            return action
-        theirs = self._envs.single_action_space
-        parts = np.unravel_index(action, _choices(theirs))  # one (N,) for each part
-        action = np.stack(parts, -1).reshape(-1, *theirs.shape).astype(theirs.dtype)
-        return action + getattr(theirs, "start", 0)
-
-    def _observation_tensor(self, observations: np.ndarray) -> Tensor:
-        """A float32 copy (N, obs_dim) on the device of Gymnasium's reused array."""
-        return torch.from_numpy(observations.astype(np.float32)).to(self.device)
+    def _observe(self) -> Tensor:
+        return torch.from_numpy(np.stack([env.seen for env in self._envs])).to(self.device)
 
 
-def maker(name: str, options: dict[str, Any], flat: bool = True) -> Callable[[], gymnasium.Env]:
-    """A function that makes one env, with flat observations; ValueError for an unknown `name`."""
+class _FlatEnv:
+    """One Gymnasium env; `seen` is its present observation, flat, float32."""
+
+    def __init__(self, name: str, env: gymnasium.Env):
+        self.env, self.action_space = env, env.action_space
+        self.flat = flattener(name, env.observation_space)
+
+    def reset(self, seed: int | None, options: dict | None) -> None:
+        observation, _ = self.env.reset(seed=seed, options=options)
+        self.seen = self.flat(observation)
+
+    def step(self, action: np.ndarray) -> tuple[float, bool, bool]:
+        given = own_action(action, self.action_space)
+        observation, reward, terminated, truncated, _ = self.env.step(given)
+        self.seen = self.flat(observation)
+        return number(reward), bool(terminated), bool(truncated)
+
+
+def flattener(name: str, space: gymnasium.Space) -> Callable[[Any], np.ndarray]:
+    """A function that makes a flat float32 copy of an observation.
+
+    A copy, because an env may write its next observation into the array of this one.
+    """
+    size = flatdim(space) if space.is_np_flattenable else 0  # which `check_spaces` refuses
+
+    def flat(observation: Any) -> np.ndarray:
+        vector = flatten(space, observation)
+        if vector.shape != (size,):
+            numbers = f"an observation has {vector.size} numbers and not {size}, as its space"
+            raise ContractError(f"{name}: {numbers} {short(space)}")
+        return vector.astype(np.float32, copy=False)
+
+    return flat
+
+
+def number(reward: Any) -> float:
+    """A reward, which some environments return in an array."""
+    return np.asarray(reward, float).item()
+
+
+def own_action(action: np.ndarray, space: gymnasium.Space) -> Any:
+    """What an env or agent with this `space` is given of `action` (act_dim,) or (), which may be
+    padded: clipped, or counted from the space's start, as `space.sample()` would give it."""
+    if isinstance(space, Box):
+        return action[: space.shape[0]].astype(space.dtype).clip(space.low, space.high)
+    if isinstance(space, Discrete):
+        return space.start + action
+    parts = np.reshape(np.unravel_index(action, _choices(space)), space.shape)
+    return parts.astype(space.dtype) + getattr(space, "start", space.dtype.type(0))
+
+
+def flat_box(space: gymnasium.Space) -> Box:
+    """The space of the flattened observations, float32."""
+    whole = flatten_space(space)
+    with np.errstate(over="ignore"):  # a bound beyond float32 becomes infinite
+        return Box(whole.low.astype(np.float32), whole.high.astype(np.float32))
+
+
+def one_choice(space: gymnasium.Space) -> Box | Discrete:
+    """A space of actions with all its parts in one Discrete, which counts from 0."""
+    return space if isinstance(space, Box) else Discrete(math.prod(_choices(space)))
+
+
+def maker(name: str, options: dict[str, Any]) -> Callable[[], gymnasium.Env]:
+    """A function that makes one env; ValueError, of both, in one sentence."""
     package, _, id = name.rpartition(":")
     if package:
         try:
@@ -230,52 +234,22 @@ def maker(name: str, options: dict[str, Any], flat: bool = True) -> Callable[[],
         )
         raise ValueError(f"{name}: {neither if package else error}") from error
 
-    # The spec and not its id, which is registered in this process only. Gymnasium sends a nested
-    # function to a new process by value, so that the process need not import this module and torch.
     def make_one() -> gymnasium.Env:
-        env = gymnasium.make(spec, **options)
-        # To flatten is to copy, and an env may write its next episode into the array of its last
-        # observation.
-        return FlattenObservation(env) if flat else env
+        try:
+            return gymnasium.make(spec, **options)
+        except (gymnasium.error.DependencyNotInstalled, ImportError) as error:
+            if "box2d" in str(error).lower():
+                raise ValueError(f'{name} needs Box2D: pip install "gymnasium[box2d]"') from error
+            raise ValueError(f"{name} needs a package that is missing: {error}") from error
+        except Exception as error:  # of its constructor, which is not ours
+            if isinstance(error, TypeError) and "'render_mode': 'rgb_array'" in str(error):
+                raise ValueError(f"{name} cannot be drawn: it takes no render_mode") from error
+            raise ValueError(f"{name}: {in_words(error)}") from error
 
     return make_one
 
 
-def _ignoring_ctrl_c(make_one: Callable[[], gymnasium.Env]) -> Callable[[], gymnasium.Env]:
-    """`make_one` for a process of its own that leaves Ctrl-C, which all receive, to its parent."""
-
-    def make() -> gymnasium.Env:
-        if multiprocessing.parent_process() is not None:  # Gymnasium also makes one in the parent
-            unblock_signals()
-        return make_one()
-
-    return make
-
-
-def _probe(name: str, make_one: Callable[[], gymnasium.Env]) -> gymnasium.Env:
-    """One env, to know the spaces; ValueError if it cannot be made or its spaces do not fit."""
-    try:
-        env = make_one()
-    except (gymnasium.error.DependencyNotInstalled, ImportError) as error:
-        if "box2d" in str(error).lower():
-            raise ValueError(f'{name} needs Box2D: pip install "gymnasium[box2d]"') from error
-        raise ValueError(f"{name} needs a package that is missing: {error}") from error
-    except Exception as error:  # of its constructor, which is not ours
-        if isinstance(error, TypeError) and "'render_mode': 'rgb_array'" in str(error):
-            raise ValueError(f"{name} cannot be drawn: it takes no render_mode") from error
-        raise ValueError(f"{name}: {in_words(error)}") from error
-    if isinstance(env.action_space, Tuple) and isinstance(env.observation_space, Tuple):
-        env.close()
-        raise SeveralAgents(f"{name} has several agents: make it by vec_envs.make")
-    try:
-        _check_spaces(name, env.observation_space, env.action_space)
-    except ValueError:
-        env.close()
-        raise
-    return env
-
-
-def _check_spaces(name: str, observation: gymnasium.Space, action: gymnasium.Space) -> None:
+def check_spaces(name: str, observation: gymnasium.Space, action: gymnasium.Space) -> None:
     """ValueError for a space that the docstring of `GymEnv` does not have."""
     if _has_images(observation):
         raise ValueError(
@@ -320,18 +294,16 @@ def _choices(space: Discrete | MultiDiscrete | MultiBinary) -> tuple[int, ...]:
     return tuple(space.nvec.flatten().tolist())
 
 
-def _say_what_is_flattened(
-    name: str, observation: gymnasium.Space, action: gymnasium.Space, obs_space: Box
-) -> None:
+def say_what_is_flattened(name: str, observation: gymnasium.Space, action: gymnasium.Space) -> None:
     """One line on the terminal, in the first process of a run only."""
-    if multiprocessing.parent_process() is not None or os.environ.get("RANK", "0") != "0":
-        return
     said = []
     if not is_flat(observation):
-        said.append(f"observations {short(observation)} as {obs_space.shape[0]} numbers")
+        said.append(f"observations {short(observation)} as {flatdim(observation)} numbers")
     if not is_flat(action):
         said.append(f"actions {short(action)} as one of {math.prod(_choices(action))} choices")
-    print(f"{name}: {'; '.join(said)}", file=sys.stderr)
+    first = multiprocessing.parent_process() is None and os.environ.get("RANK", "0") == "0"
+    if said and first:
+        print(f"{name}: {'; '.join(said)}", file=sys.stderr)
 
 
 def short(space: gymnasium.Space) -> str:

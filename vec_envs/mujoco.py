@@ -14,7 +14,7 @@ The physics is MuJoCo's, in C threads on a CPU and by mujoco_warp on a GPU: `muj
 Its two simulators have the same interface, so every reward and observation is written once.
 
 MuJoCo fills body positions at the *start* of its last substep; Gymnasium reads them as they are, so
-they lag `qpos` by one substep. That is kept here, since equal means equal.
+they lag `qpos` by one substep. So do ours.
 """
 
 import functools
@@ -59,7 +59,8 @@ class MujocoEnv(VecEnv):
         for option, value in options.items():
             if option not in allowed:
                 raise ValueError(f"{name}: unknown option {option!r}; it has {', '.join(allowed)}")
-            if not _is_like(value, allowed[option]):
+            is_name = option == "main_body" and isinstance(value, str)
+            if not is_name and not _is_like(value, allowed[option]):
                 raise ValueError(
                     f"{name}: {option} is {value!r}; it must be like {allowed[option]!r}"
                 )
@@ -71,7 +72,9 @@ class MujocoEnv(VecEnv):
             )
         # MuJoCo would log warnings to a file in the user's folder; an unstable episode ends here.
         mujoco.set_mju_user_warning(lambda message: None)
-        self.model = mujoco.MjModel.from_xml_path(str(ASSETS / self.options.xml_file))
+        file = self.options.xml_file  # as in Gymnasium: one of its own, or a path
+        self.xml_path = Path(file).expanduser() if file.startswith((".", "~")) else ASSETS / file
+        self.model = mujoco.MjModel.from_xml_path(str(self.xml_path))
         self.dt = self.model.opt.timestep * self.options.frame_skip  # seconds per step
         fields = {"qpos": ("qpos", EVERYTHING), "qvel": ("qvel", EVERYTHING), **self._fields()}
         kind, where = (CSimulation, env_threads) if backend == "c" else (WarpSimulation, device)
@@ -151,7 +154,7 @@ class MujocoEnv(VecEnv):
 
     @functools.cached_property
     def painter(self) -> Painter:
-        return Painter(ASSETS / self.options.xml_file, self.camera_elevation, self.camera_follows)
+        return Painter(self.xml_path, self.camera_elevation, self.camera_follows)
 
     def render(self, index: int = 0) -> np.ndarray:
         """An RGB picture (480, 640, 3) uint8 of env number `index`.
@@ -187,7 +190,7 @@ def _is_like(value: Any, default: Any) -> bool:
         return isinstance(value, type(default))
     if isinstance(default, float):
         return isinstance(value, int | float) and not isinstance(value, bool)
-    return isinstance(value, str) or (isinstance(value, int) and value > 0)  # a body, frame_skip
+    return isinstance(value, int) and value > 0  # frame_skip
 
 
 class Locomotion(MujocoEnv):

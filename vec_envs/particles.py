@@ -26,6 +26,8 @@ What a return means (sum over agents, 25 steps, physics mpe2):
 Source: mpe2/simple_spread, mpe2/simple_speaker_listener, Farama Foundation, MIT licence.
 """
 
+from typing import Any
+
 import numpy as np
 import torch
 from gymnasium.spaces import Box, Discrete
@@ -47,29 +49,21 @@ class ParticleEnv(MultiAgentVecEnv):
     num_landmarks = 3
     continuous = False
     radius: tuple[float, ...]  # of the agents, then of the landmarks
+    obs_dims: tuple[int, ...]  # of each agent, as the next
+    action_dims: tuple[int, ...]
 
     def __init__(
-        self,
-        num_envs: int,
-        device: torch.device | str,
-        seed: int,
-        obs_dims: list[int],
-        action_dims: list[int],
-        physics: str,
-        dtype: torch.dtype,
-    ):
+        self, num_envs: int, device: torch.device | str = "cpu", seed: int = 0,
+        physics: str = "mpe2", dtype: torch.dtype = torch.float32,
+    ):  # fmt: skip
         name = type(self).__name__
         if physics not in PHYSICS:
             raise ValueError(f"{name}: physics is {physics!r}, allowed are {', '.join(PHYSICS)}")
-        super().__init__(
-            name,
-            num_envs,
-            device,
-            seed,
-            [Box(-np.inf, np.inf, (size,)) for size in obs_dims],
-            [Box(0.0, 1.0, (n,)) if self.continuous else Discrete(n) for n in action_dims],
-            max_episode_steps=25,
+        spaces = (
+            [Box(-np.inf, np.inf, (size,)) for size in self.obs_dims],
+            [Box(0.0, 1.0, (n,)) if self.continuous else Discrete(n) for n in self.action_dims],
         )
+        super().__init__(name, num_envs, device, seed, *spaces, max_episode_steps=25)
         self.physics, self.dtype = physics, dtype
         if physics != "mpe2":
             self.known_returns = {}
@@ -142,22 +136,16 @@ class Spread(ParticleEnv):
     known_returns = {"random": -79.1, "doing nothing": -73.1, "scripted": -26.7}
     radius = (0.15,) * 3 + (0.05,) * 3
     contact_force, contact_margin = 100.0, 1e-3
+    obs_dims, action_dims = (18,) * 3, (5,) * 3
 
-    def __init__(
-        self,
-        num_envs: int,
-        device: torch.device | str = "cpu",
-        seed: int = 0,
-        physics: str = "mpe2",
-        dtype: torch.dtype = torch.float32,
-    ):
-        super().__init__(num_envs, device, seed, [18] * 3, [5] * 3, physics, dtype)
+    def __init__(self, *where: Any, **options: Any):
+        super().__init__(*where, **options)
         # Pairs (0, 1), (0, 2), (1, 2), and how each agent sees its two: which row of (Δ, −Δ).
         self._first = torch.tensor([0, 0, 1], device=self.device)
         self._second = torch.tensor([1, 2, 2], device=self.device)
         self._own_pairs = torch.tensor([0, 1, 3, 2, 4, 5], device=self.device)
-        self._zero = torch.zeros((), dtype=dtype, device=self.device)
-        self._no_message = torch.zeros(num_envs, 3, 4, device=self.device)
+        self._zero = torch.zeros((), dtype=self.dtype, device=self.device)
+        self._no_message = torch.zeros(self.num_envs, 3, 4, device=self.device)
 
     def _pairs(self) -> tuple[Tensor, Tensor]:
         """Δ from the second agent to the first (N, pairs, 2), and its length (N, pairs)."""
@@ -216,18 +204,12 @@ class SpeakerListener(ParticleEnv):
     known_returns = {"random": -79.8, "message ignored": -31.4, "scripted": -15.0}
     radius = (0.075,) * 2 + (0.04,) * 3
     state_names = (*ParticleEnv.state_names, "goal", "message")
+    obs_dims, action_dims = (3, 11), (3, 5)
 
-    def __init__(
-        self,
-        num_envs: int,
-        device: torch.device | str = "cpu",
-        seed: int = 0,
-        physics: str = "mpe2",
-        dtype: torch.dtype = torch.float32,
-    ):
-        super().__init__(num_envs, device, seed, [3, 11], [3, 5], physics, dtype)
-        self.goal = torch.zeros(num_envs, dtype=torch.int64, device=self.device)
-        self.message = torch.zeros(num_envs, 3, device=self.device)
+    def __init__(self, *where: Any, **options: Any):
+        super().__init__(*where, **options)
+        self.goal = torch.zeros(self.num_envs, dtype=torch.int64, device=self.device)
+        self.message = torch.zeros(self.num_envs, 3, device=self.device)
         self._colour = torch.tensor(COLOURS, dtype=torch.float32, device=self.device)
         self._messages = torch.eye(3, device=self.device)
 

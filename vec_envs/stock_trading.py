@@ -18,8 +18,8 @@ All of this is float64; observations and rewards are float32.
 The data are split by date: training before `validation`, validation before `test`, and `test`,
 which nobody should look at before all else is decided (benchmark/backtest.py). Training episodes
 begin at random dates. The default data are 20 stocks of the S&P 500, daily 1990-2022, as shipped by
-skfolio (pip install --no-deps skfolio). They are companies that were large in the end, which nobody
-knew in 1990 (survivorship): compare with their own average, not with zero.
+skfolio (pip install --no-deps skfolio). They are large companies of today, which nobody knew in
+1990 (survivorship bias): compare with the average of the same stocks, not with zero.
 
 Definition: Liu et al. 2020, FinRL, arXiv:2011.09607; Li et al. 2021, arXiv:2112.05923. What differs
 here: the policy's action is what is executed, the fee is part of what must be affordable, no shares
@@ -83,15 +83,17 @@ class StockTrading(VecEnv):
         weights   in [0, 1]: the parts of the assets to hold at the next close, divided by their
                   sum where it is above 1; fractional shares are allowed; the rest is cash.
     Reward: change of the assets in percent of the initial capital.
-    Never terminates; truncated after `steps`, in validation and test at their end.
+    Never terminates; in training truncated after `steps`, else at the end of the split, which is
+    one episode.
     First state: cash only; in training at a random row, else at the row before the first date of
     the split.
 
     `data`: "sp500", a file (see `load_market`), "random_walk" (33 years of 20 stocks) or
     "synthetic" (five years of minutes of 93 stocks), both by `market_seed` and without any pattern.
     `split` is train, validation, test, or all; without it, training is on train and policies are
-    scored in validation (one episode: what generations.py and tournament.py call fresh episodes
-    are the same again, with an error of 0). `end`: test ends before this date. `fee`: part of the
+    scored in validation. (Its one episode is the same for every seed: generations.py and
+    tournament.py, which score on fresh episodes, see the same one with a standard error of 0.)
+    `end`: test ends before this date. `fee`: part of the
     value traded, each way. `max_turbulence`: above it everything is sold and nothing bought;
     the turbulence of D stocks is about D on the average. `leak`: for testing only, the returns that
     the present order will earn on its first day are observed, too (D more numbers, in percent).
@@ -298,8 +300,8 @@ def rows_of(market: Market, split: str, validation: str, test: str, end: str) ->
             raise ValueError(f"StockTrading: {key} is {text!r}, not a date (2019-01-31)") from None
         if split != "all" and not cuts[-2] < cuts[-1]:
             raise ValueError(
-                f"StockTrading: nothing is between {key}={text} and the date before it; the data "
-                f"are from {dates[0]} to {dates[-1]}, and validation < test < end"
+                f"StockTrading: no row is between {key}={text} and the cut before it; the data are "
+                f"from {dates[0]} to {dates[-1]}: choose validation=DATE < test=DATE among them"
             )
     if split == "all":
         return 0, cuts[3] - 1
@@ -326,15 +328,16 @@ def load_market(data: str, seed: int = 0) -> Market:
         minutes = np.arange(570, 960)  # 9:30 to 15:59
         days = days[np.is_busday(days)].astype("datetime64[m]")
         return random_walk((days[:, None] + minutes).ravel(), 93, seed)
-    path = _shipped(data) if data in SHIPPED else Path(data)
+    path = _shipped(data) if data in SHIPPED else Path(data).expanduser()
     readers = {".csv": _read_csv, ".gz": _read_csv, ".npz": _read_npz, ".parquet": _read_parquet}
-    if path.suffix not in readers:
+    kind = path.suffix.lower()
+    if kind not in readers:
         names = ", ".join((*SHIPPED, "random_walk", "synthetic"))
         raise ValueError(
             f"data is {data!r}, allowed are {names}, or a file .csv, .csv.gz, .npz, .parquet"
         )
     try:
-        dates, names, close = readers[path.suffix](path)
+        dates, names, close = readers[kind](path)
         dates = np.asarray(dates).astype("datetime64[s]" if len(dates) else "datetime64[D]")
     except OSError as error:
         raise ValueError(f"{data}: {error.strerror or error}") from None
@@ -354,10 +357,10 @@ def _shipped(data: str) -> Path:
 
 
 def _read_csv(path: Path) -> tuple[Any, Any, np.ndarray]:
-    with (gzip.open if path.suffix == ".gz" else open)(path, "rt", newline="") as file:
+    with (gzip.open if path.suffix.lower() == ".gz" else open)(path, "rt", newline="") as file:
         lines = csv.reader(file)
         header, dates, close = next(lines, []), [], []
-        for number, line in enumerate(lines, 1):
+        for number, line in enumerate(filter(None, lines), 1):  # without empty lines
             try:
                 if len(line) != len(header):
                     raise ValueError(f"{len(line)} entries where the header has {len(header)}")
@@ -390,6 +393,9 @@ def _check(source: str, dates: np.ndarray, names: Any, close: np.ndarray) -> Non
         raise ValueError(
             f"{source}: prices of shape {close.shape} for {len(dates)} dates, {len(names)} stocks"
         )
+    if {"open", "high", "low"} <= {str(name).lower() for name in names}:
+        what = "one stock's open, high, low; a column must be a stock's closing prices"
+        raise ValueError(f"{source}: the columns are {what}")
     order = np.diff(dates) <= np.timedelta64(0)
     bad = ~(np.isfinite(close) & (close > 0))
     if np.isnat(dates).any():

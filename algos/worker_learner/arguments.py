@@ -21,7 +21,7 @@ import tyro
 from tqdm import tqdm
 
 import vec_envs
-from vec_envs.core import available_cores
+from vec_envs.core import ContractError, available_cores
 
 STAMP = "%Y%m%d-%H%M%S"  # of a run folder's default name
 
@@ -227,7 +227,7 @@ def parse(args_class: type[RunArgs], tuned: dict[str, dict[str, Any]]) -> RunArg
 
 def say_in_one_sentence(kind: type[BaseException], error: BaseException, trace: Any) -> None:
     """sys.excepthook of a script: no traceback for what its user can mend, or did."""
-    if kind is UserError:
+    if issubclass(kind, UserError | ContractError):
         print(error, file=sys.stderr)
     elif kind is KeyboardInterrupt:  # while it trains, Run answers
         print("Stopped", file=sys.stderr, flush=True)

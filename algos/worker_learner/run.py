@@ -312,7 +312,7 @@ class Run:
             f"   (curves: tensorboard --logdir {self.dir.parent})"
         )
         if self._state["workers"].envs.max_episode_steps > workers.LONGEST_EVALUATION:
-            tell(f"An evaluation's episodes end after {workers.LONGEST_EVALUATION} steps.")
+            tell(f"Evaluations stop an episode after {workers.LONGEST_EVALUATION} steps.")
 
     # Files.
 

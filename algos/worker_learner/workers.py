@@ -105,7 +105,7 @@ def _child_main(function: Callable, pipe: Connection, *arguments: Any) -> None:
     except (EOFError, BrokenPipeError):  # the parent is gone
         pass
     except BaseException as error:
-        if not isinstance(error, UserError | ValueError):
+        if not isinstance(error, UserError | vec_envs.core.ContractError):
             traceback.print_exc()
         pipe.send(("error", f"{type(error).__name__}: {error}"))
 
@@ -212,9 +212,9 @@ class Workers:
                 self._collect_from_children()
             else:
                 self._collect(self._agent, self.envs, self._rollout)
-        except (UserError, ValueError) as error:
+        except (UserError, ValueError, RuntimeError) as error:
             self._run.check_rollout(self._rollout)  # of a NaN, perhaps, whose cause is in it
-            if isinstance(error, UserError):
+            if isinstance(error, UserError | vec_envs.core.ContractError):
                 self._run.fail(error)
             raise
         self._run.check_rollout(self._rollout)
