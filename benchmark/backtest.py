@@ -381,6 +381,11 @@ def main(options: Options) -> list[dict]:
     torch.set_num_threads(1)
     if not options.run_dirs:
         raise UserError("no run to back-test: name at least one folder")
+    if not options.fees:
+        raise UserError("--fees is empty; name at least one")
+    folders = [Path(folder).resolve() for folder in (*options.run_dirs, *options.tried)]
+    if len(set(folders)) < len(folders):  # it would count as two trials
+        raise UserError("a folder is named twice")
     folds = options.walk_forward
     if not 0 <= folds <= 100:
         raise UserError(f"--walk-forward is {folds}; allowed is from 0 to 100")
@@ -406,7 +411,7 @@ def main(options: Options) -> list[dict]:
     chosen = ", ".join(policies[0]["checkpoint"] for policies in runs)
     print(f"{script} on {env}, {dates[1]} to {dates[-1]} ({len(dates) - 1} rows)")
     print(f"snapshots that were better in validation: {chosen}")
-    command = f"python {shlex.join(map(typed, sys.argv))}"
+    version, command = commit(), f"python {shlex.join(map(typed, sys.argv))}"
     rows, whose = [], f"{script}, {len(runs)} run{'s' * (len(runs) > 1)}"
     for fee in options.fees:
         own = [account_of(policies, fee) for policies in runs]
@@ -445,11 +450,14 @@ def main(options: Options) -> list[dict]:
             numbers = {**metrics(account, year), **dict.fromkeys(luck, np.nan), **extra}
             numbers = {k: "" if np.isnan(x) else f"{x:.5g}" for k, x in numbers.items()}
             facts = {"what": options.what, "strategy": label, "env": env, "seed": seed, "fee": fee}
-            rows.append({**facts, **numbers, "commit": commit(), "command": command})
+            rows.append({**facts, **numbers, "commit": version, "command": command})
         if options.figure and fee == sorted(options.fees)[len(options.fees) // 2]:
             draw(options.figure, own, without)
     if options.results:
-        append(Path(options.results), rows)
+        try:
+            append(Path(options.results), rows)
+        except OSError as error:
+            raise UserError(f"--results {options.results}: {error.strerror}") from None
     return rows
 
 

@@ -45,6 +45,7 @@ import tyro
 from returns import RESULTS, ROOT, commit
 
 import vec_envs
+from algos.worker_learner.arguments import say_in_one_sentence
 
 LEVELS = (3000, 5000, 6000)
 MODES = "none", "default", "graphs"  # of --compile; auto is default in a long run
@@ -464,6 +465,8 @@ def main(options: Options) -> None:
     shares += [1.0] * ("compile" in options.sections)  # stays for it
     clock = Clock(time.perf_counter() + 60 * options.minutes, options.seconds, shares)
     rows: list[dict] = []
+    before = list(csv.DictReader(open(path, newline=""))) if path.exists() else []
+    before = [row for row in before if row["section"] not in (*options.sections, "physics", "none")]
 
     def keep(section: str, found: Iterator[Row]) -> None:
         for what, seconds, value, unit, note, command in found:
@@ -473,7 +476,7 @@ def main(options: Options) -> None:
             if unit != "return":
                 print(what, value, unit, note, sep="  ", flush=True)
         if rows:
-            write(path, rows)  # what is measured is kept, whatever follows
+            write(path, before + rows)  # what is measured is kept, whatever follows
 
     for section in SECTIONS:
         if section not in options.sections:
@@ -484,10 +487,11 @@ def main(options: Options) -> None:
             traceback.print_exc()
             note = f"failed: {type(error).__name__}: {error}"[:200]
             keep(section, iter([(section, "", "", "", note, "")]))
-    keep("physics", shares_of_physics(rows))
-    draw(rows, options.results / "gpu.png")
-    show(rows)
+    keep("physics", shares_of_physics(before + rows))
+    draw(before + rows, options.results / "gpu.png")
+    show(before + rows)
 
 
 if __name__ == "__main__":
+    sys.excepthook = say_in_one_sentence
     main(tyro.cli(Options))

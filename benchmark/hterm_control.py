@@ -8,6 +8,8 @@ what this arm gains over the base is the effect of replay, what the H-term gains
 of its weights. A stopped run goes on by `--resume FOLDER` of this file, not of ppo_hterm.py.
 """
 
+import atexit
+
 from torch import Tensor
 
 from algos import ppo_hterm
@@ -24,5 +26,6 @@ def uniform_term(agent: ppo_hterm.Agent, past: dict[str, Tensor], args: ppo_hter
 
 
 if __name__ == "__main__":
-    ppo_hterm.hamiltonian_term = uniform_term
-    ppo_hterm.train(parse(ppo_hterm.Args, ppo_hterm.TUNED))
+    ppo_hterm.hamiltonian_term, args = uniform_term, parse(ppo_hterm.Args, ppo_hterm.TUNED)
+    atexit.register(print, "This was the control: go on by hterm_control.py --resume, no other.")
+    ppo_hterm.train(args)

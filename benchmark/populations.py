@@ -29,6 +29,8 @@ from pathlib import Path
 
 import tyro
 
+from algos.worker_learner.arguments import say_in_one_sentence
+
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmark" / "results"
 METHODS = "generations", "tournament", "independent", "one run"
@@ -87,7 +89,8 @@ def run(options: Options, env: str, method: str, seed: int) -> dict:
         words = command(options, env, method, seed, root)
         status = subprocess.run(words, stdout=log, stderr=log, cwd=ROOT).returncode
     if status:
-        raise SystemExit(f"{root} ended with {status}; see {log.name}")
+        why = Path(log.name).read_text(errors="replace").strip().rpartition("\n")[2]
+        raise SystemExit(f"{root} ended with {status}: {why}; see {log.name}")
     journal = [json.loads(line) for line in (root / "journal.jsonl").read_text().splitlines()]
     winner = json.loads((root / "best" / "agent.json").read_text())
     again = next(x for x in journal if x["event"] == "rescored" and x["id"] == winner["id"])
@@ -164,6 +167,8 @@ def figure(options: Options) -> None:
 
 def main(options: Options) -> None:
     path = options.results / "populations.csv"
+    if options.table and not path.exists():
+        raise SystemExit(f"--results is {options.results}, where no {path.name} is")
     cells = [(env, m, s) for s in options.seeds for env in options.envs for m in METHODS]
     for env, method, seed in cells if not options.table else []:
         key = [env, method, seed, options.script, options.agents, options.steps]
@@ -183,4 +188,5 @@ def main(options: Options) -> None:
 
 
 if __name__ == "__main__":
+    sys.excepthook = say_in_one_sentence
     main(tyro.cli(Options, config=(tyro.conf.FlagCreatePairsOff,)))

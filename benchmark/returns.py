@@ -18,6 +18,9 @@ import csv
 import fcntl
 import itertools
 import json
+import os
+import platform
+import re
 import shlex
 import statistics
 import subprocess
@@ -44,6 +47,7 @@ NO_SETTINGS = {  # flags with a value that do not change what is learned
     *("--env", "--seed", "--total-steps", "--eval-every", "--eval-episodes"),
     *("--env-threads", "--torch-threads", "--compile"),
 }
+OURS = {"--env", "--seed", "--eval-episodes", "--env-threads", "--run-dir", "--resume"}
 ELSEWHERE = {"StockTrading"}  # scored by backtest.py
 
 
@@ -81,6 +85,13 @@ def commit() -> str:
 
     changed = git("status", "--porcelain", "--untracked-files=no", ":!benchmark/results")
     return (git("rev-parse", "--short=10", "HEAD").strip() or "unknown") + "-dirty" * bool(changed)
+
+
+def machine() -> str:
+    """The processor, and how many cores there are."""
+    info = Path("/proc/cpuinfo")  # of Linux
+    names = re.findall(r"^model name\s*: (.*)", info.read_text(), re.M) if info.exists() else []
+    return f"{(names or [platform.processor()])[0].strip()}, {os.cpu_count()} cores"
 
 
 def evaluations(run_dir: Path) -> dict[int, dict[str, float]]:
@@ -170,12 +181,16 @@ def train(options: Options, flags: list[str], seed: int, version: str) -> None:
 
 
 def append(path: Path, rows: list[dict]) -> None:
+    """Add rows to a CSV; SystemExit if it has other columns."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a", newline="") as file:
+    with open(path, "a+", newline="") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # two runs may end at once
         writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-        if path.stat().st_size == 0:
+        file.seek(0)
+        if not (header := file.readline().strip()):
             writer.writeheader()
+        elif header != ",".join(rows[0]):
+            raise SystemExit(f"{path} is a file of other columns; name another one")
         writer.writerows(rows)
 
 
@@ -296,6 +311,10 @@ def figure(results: Path) -> None:
 
 
 def main(options: Options, flags: list[str]) -> None:
+    if options.script not in (known := [path.stem for path in lines.scripts()]):
+        raise SystemExit(f"--script is {options.script}; allowed is {', '.join(known)}")
+    if ours := [word for word in flags if word.split("=")[0].replace("_", "-") in OURS]:
+        raise SystemExit(f"{ours[0]} stands after --; this program sets it by its own flags")
     if options.parallel < 1:
         raise SystemExit(f"--parallel is {options.parallel}; allowed is at least 1")
     for name, asked in (("returns.csv", options.table), ("curves.csv", options.figure)):
@@ -313,6 +332,9 @@ def main(options: Options, flags: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    from algos.worker_learner.arguments import say_in_one_sentence  # a second, for who imports this
+
+    sys.excepthook = say_in_one_sentence
     words = [*sys.argv[1:], "--"]
     end = words.index("--")
     main(tyro.cli(Options, args=words[:end]), words[end + 1 : -1])

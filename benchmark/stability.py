@@ -30,6 +30,7 @@ import itertools
 import math
 import os
 import shlex
+import sys
 import warnings
 import zlib
 from collections.abc import Callable
@@ -44,10 +45,11 @@ import tyro
 from returns import RESULTS, ROOT, append, begun_at, commit, evaluations, finish
 from scipy import integrate, stats
 
-# name -> script of algos/, or one of benchmark/, and its flags
-ARMS = {"base": "ppo", "hterm": "ppo_hterm", "control": "hterm_control", "sb3": "stable_baselines"}
-OF_BENCHMARK = "hterm_control", "stable_baselines"
-# Rows of a table, `memory` to `logstd` of arms that only commit 642c06a can train; others follow by
+from algos.worker_learner.arguments import say_in_one_sentence
+
+# name -> script, and its flags; of algos/, but for the control
+ARMS = {"base": "ppo", "hterm": "ppo_hterm", "control": "hterm_control"}
+# Rows of a table, `memory` to `sb3` of arms that only commit 642c06a can train; others follow by
 # name.
 ORDER = ["base", "hterm", "control", "memory", "compute", "chain", "published", "rate", "logstd"]
 ORDER += ["sb3", "ddpg", "ddpg_hterm", "td3", "td3_hterm", "sac", "sac_hterm"]
@@ -94,8 +96,6 @@ class Options:
     """train nothing and print the tables with this arm in the place of the base"""
     only_seeds: tuple[int, int] | None = None
     """train nothing and print the tables of these seeds only: the first and the last"""
-    power: bool = False
-    """train nothing and print, by simulation, what 10 and 20 seeds can show"""
 
 
 # The file of a study: one gzip member a run, so that appending a run leaves all others as they are.
@@ -174,7 +174,7 @@ def script_of(arm: str) -> tuple[str, str, list[str]]:
         script, *flags = shlex.split(words)
     except ValueError as error:  # quotes that do not end, or nothing
         raise SystemExit(f"--arms has {arm!r}, which cannot be read: {error}") from None
-    folder = "benchmark" if script in OF_BENCHMARK else "algos"
+    folder = "benchmark" if script == "hterm_control" else "algos"
     if not (ROOT / folder / f"{script}.py").exists():
         raise SystemExit(f"--arms has {name}, but there is no {folder}/{script}.py")
     return name, f"{folder}/{script}.py", flags
@@ -187,9 +187,8 @@ def arm_command(arm: str, options: Options) -> tuple[str, list[str]]:
     command += ["--total-steps", str(options.total_steps)]
     command += ["--eval-every", str(max(1, options.total_steps // options.evaluations))]
     command += ["--eval-episodes", str(options.eval_episodes)]
-    if "stable_baselines" not in script:
-        command += ["--env-threads", "1", "--device", "cpu"]
-        command += ["--torch-threads", "1"] * ("--torch-threads" not in flags)
+    command += ["--env-threads", "1", "--device", "cpu"]
+    command += ["--torch-threads", "1"] * ("--torch-threads" not in flags)
     return name, command + flags
 
 
@@ -309,28 +308,6 @@ def variance_p(x, y, resamples: int = 9999) -> float:
                 samples, log_variance_ratio, vectorized=True, n_resamples=resamples, rng=rng
             ).pvalue
         )
-
-
-def power(studies: int = 1000, cut: float = 0.65) -> None:
-    """Print how often a study of n seeds finds a variance cut, and how often one that is none."""
-    rng = np.random.default_rng(0)
-    shapes = {
-        "normal": lambda n: rng.normal(0, 1, n),
-        "two humps, a quarter low": lambda n: rng.normal(2.3 * (rng.random(n) > 0.25), 0.3),
-        "two humps, a twentieth low": lambda n: rng.normal(2.3 * (rng.random(n) > 0.05), 0.3),
-    }
-    print(f"| returns | seeds | a cut of {100 * cut:.0f} % found | no cut, one found | ", end="")
-    print("no cut, interval holds 1 |\n|---|---|---|---|---|")
-    for shape, draw in shapes.items():
-        for n in (10, 20):
-            pairs = [(draw(n), draw(n)) for _ in range(studies)]
-            scale = math.sqrt(1 - cut)
-            found = [variance_p(scale * draw(n), y, 999) <= 0.05 for _, y in pairs]
-            false = [variance_p(x, y, 999) <= 0.05 for x, y in pairs]
-            intervals = [interval(pair, log_variance_ratio, "BCa", 999) for pair in pairs]
-            holds = [low <= 0 <= high for low, high in intervals]
-            shares = (f"{100 * np.mean(share):.0f} %" for share in (found, false, holds))
-            print(f"| {shape} | {n} | {' | '.join(shares)} |", flush=True)
 
 
 # From the runs to the table.
@@ -606,9 +583,6 @@ def main(options: Options) -> None:
         if getattr(options, name) < 1:
             value = f"{getattr(options, name)}; allowed is at least 1"
             raise SystemExit(f"--{name.replace('_', '-')} is {value}")
-    if options.power:
-        power()
-        return
     version = commit()  # before any file of results/ changes
     if not (options.table or options.beside or options.only_seeds):
         arms = [arm_command(arm, options) for arm in options.arms]
@@ -638,4 +612,5 @@ def main(options: Options) -> None:
 
 
 if __name__ == "__main__":
+    sys.excepthook = say_in_one_sentence
     main(tyro.cli(Options))

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 
 import vec_envs
-from vec_envs.chasing import Chasing
 from vec_envs.core import available_cores
 
 Stepper = Callable[[int], None]
@@ -109,29 +108,7 @@ def mpe2(name: str) -> Stepper:
     return step
 
 
-class LoopingChasing(Chasing):
-    """The same game with the end of an episode seen to env by env, as in the documents."""
-
-    def step(self, action):
-        reward, caught = self._simulate(self.check_action(action))
-        self._lengths = self._lengths + 1
-        done = torch.zeros(self.num_envs, dtype=torch.bool)
-        for i in range(self.num_envs):
-            if caught[i] or self._lengths[i] >= self.max_episode_steps:
-                done[i] = True
-                self._restart(torch.arange(self.num_envs) == i)
-                self._lengths[i] = 0
-        self.obs = self._observe()
-        return self.obs, reward, done, done & ~caught, {}
-
-
-def chasing(kind: type[Chasing]) -> Stepper:
-    envs, action = kind(1024), torch.rand(1024, 2) * 2 - 1
-    envs.reset()
-    return lambda i: envs.step(action)
-
-
-# A module with two environments for Gymnasium: one that sleeps, one with large observations.
+# A module with an environment for Gymnasium that sleeps.
 SLOW = """
 import time
 import gymnasium, numpy
@@ -143,11 +120,4 @@ class Slow(gymnasium.Env):
         time.sleep(0.005)
         return numpy.zeros(4, "float32"), 0.0, False, False, {}
 gymnasium.register("Slow-v0", Slow, max_episode_steps=100)
-class Large(Slow):
-    observation_space = gymnasium.spaces.Box(-1, 1, (84 * 84 * 4,))
-    def reset(self, *, seed=None, options=None):
-        return numpy.zeros(84 * 84 * 4, "float32"), {}
-    def step(self, action):
-        return numpy.zeros(84 * 84 * 4, "float32"), 0.0, False, False, {}
-gymnasium.register("Large-v0", Large, max_episode_steps=100)
 """

@@ -19,12 +19,10 @@ contender's. `threads` are torch's. A section that is measured anew replaces its
 """
 
 import csv
-import ctypes
 import datetime
+import importlib.util
 import json
-import multiprocessing
 import os
-import platform
 import re
 import statistics
 import subprocess
@@ -35,16 +33,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import steppers
 import torch
 import tyro
-from returns import RESULTS, ROOT, commit
+from returns import RESULTS, ROOT, commit, machine
 
-from algos import ppo, sac
-from algos.worker_learner import ReplayBuffer, Run, Workers
-from vec_envs.chasing import Chasing
+from algos import ppo
+from algos.worker_learner.arguments import say_in_one_sentence
 from vec_envs.core import available_cores
 
 Turn = tuple[float, str]  # units a second, torch's threads where there are any
@@ -244,38 +240,6 @@ def env(options: Options) -> Iterator[tuple[str, str, Contenders]]:
             yield f"{name}, {num_envs} environments", "env steps/s", turns
 
 
-def dqn(options: Options) -> Iterator[tuple[str, str, Contenders]]:
-    """64 environments, rewards of one step.
-
-    Stable-Baselines3 counts a step of all environments as one of the ten between two updates. Ours
-    on vec_envs' CartPole, which is CartPole-v1 step by step, and on Gymnasium's own as well.
-    """
-    length = 5 * options.seconds
-    for what, flags, settings, speed in (
-        ("10 steps of them all", "--num-steps 10 --utd-ratio 0.0015625", (10, 1), 60_000),
-        ("10 transitions", "--num-steps 1 --utd-ratio 0.1", (10, 64), 6000),
-    ):
-        sizes = {"total": speed * length, "warmup": 1000}
-        flags = f"--num-envs 64 --n-step 1 {flags} --total-steps {2000 + 2 * round(speed * length)}"
-        equal = {"batch_size": 128, "policy_kwargs": {"net_arch": [128, 128]}, "num_envs": 64}
-        equal |= dict(zip(("train_freq", "gradient_steps"), settings, strict=True))
-        peer = partial(theirs, "stable_baselines3", "DQN", "CartPole-v1", unit="steps", **sizes)
-        turns = {
-            f"CraneRL dqn.py{more}": partial(ours, "dqn", f"{flags}{more}", **sizes)
-            for more in ("", " --compile default", " --env CartPole-v1")
-        }
-        turns["Stable-Baselines3 DQN"] = partial(peer, **equal)
-        yield f"DQN, 64 environments, an update every {what}", "training steps/s", turns
-
-
-def chasing(options: Options) -> Iterator[tuple[str, str, Contenders]]:
-    """vec_envs/chasing.py against a Python loop over its envs."""
-    found = {"CraneRL, batched": Chasing, "looping over envs": steppers.LoopingChasing}
-    sizes = 1024, options.seconds
-    turns = {k: partial(per_second, steppers.chasing(x), *sizes) for k, x in found.items()}
-    yield "Chasing, 1024 environments", "env steps/s", turns
-
-
 def particles(options: Options) -> Iterator[tuple[str, str, Contenders]]:
     """Random moves through step(); mpe2 is one world in Python."""
     for num_envs in (64, 1024):
@@ -320,29 +284,6 @@ def hterm(options: Options) -> Iterator[tuple[str, str, Contenders]]:
         yield f"{base.upper()} with the H-term, on Hopper", "training steps/s", turns
 
 
-def memory(options: Options) -> Iterator[tuple[str, str, Contenders]]:
-    """A million transitions of HalfCheetah's sizes: what the process grows by, and what it must."""
-    numbers = {"obs": (17,), "action": (6,), "reward": (), "next_obs": (17,)}
-    rollout = {name: torch.ones(1000, 4, *shape) for name, shape in numbers.items()}
-    rollout |= dict.fromkeys(("terminated", "done"), torch.zeros(1000, 4, dtype=torch.bool))
-    learner = SimpleNamespace(device=torch.device("cpu"), args=sac.Args())
-    row = sum(x[0, 0].numel() * x.element_size() for x in rollout.values())
-
-    def resident() -> int:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-    def held() -> Turn:
-        ctypes.CDLL(None).malloc_trim(0)  # what the turn before has freed must not be used again
-        before = resident()
-        replay = ReplayBuffer(learner, rollout, 1_000_000)
-        for _ in range(250):
-            replay.add(rollout)
-        return resident() - before, ""
-
-    turns = {"CraneRL, resident memory": held, "what it must hold": lambda: (1_000_000 * row, "")}
-    yield "A replay buffer of a million transitions", "bytes", turns
-
-
 def workers(options: Options) -> Iterator[tuple[str, str, Contenders]]:
     """Worker processes that collect, for environments of which one process has one core's worth."""
     length = 5 * options.seconds
@@ -362,35 +303,6 @@ def workers(options: Options) -> Iterator[tuple[str, str, Contenders]]:
             run_of = partial(ours, script, command, speed * max(cores, 1) * length)
             turns[f"CraneRL {script}.py, {number}"] = run_of
         yield what, "training steps/s", turns
-    with tempfile.TemporaryDirectory() as folder:
-        yield "A batch of two workers, 84 x 84 x 4 observations", "bytes", bytes_of_a_batch(folder)
-
-
-def bytes_of_a_batch(folder: str) -> Contenders:
-    """What two workers' batch holds in shared memory, and what all processes write for it.
-
-    What they write is what /proc counts: into pipes and files, and not into memory.
-    """
-    Path(folder, "slow.py").write_text(steppers.SLOW)
-    sys.path.insert(0, folder)  # the workers' as well
-    args = ppo.Args(env="slow:Large-v0", num_envs=4, num_workers=2, device="cpu", hidden_size=8)
-    workers = Workers(Run(args, ppo.__file__, ppo.LIMITS), ppo.collect)
-    agent = ppo.Agent(workers.observation_space, workers.action_space, args)
-    rollout = workers.start(agent, 16)
-    workers.collect()
-
-    def bytes_so_far() -> int:
-        processes = os.getpid(), *(child.pid for child in multiprocessing.active_children())
-        files = (Path(f"/proc/{pid}/io").read_text() for pid in processes)
-        return sum(int(re.search(r"wchar: (\d+)", text)[1]) for text in files)
-
-    def written() -> Turn:
-        before = bytes_so_far()
-        workers.collect()
-        return bytes_so_far() - before, ""
-
-    held = sum(x.numel() * x.element_size() for x in rollout.values())
-    return {"CraneRL, through pipes": written, "the batch, in shared memory": lambda: (held, "")}
 
 
 def learners(options: Options) -> Iterator[tuple[str, str, Contenders]]:
@@ -407,9 +319,12 @@ def learners(options: Options) -> Iterator[tuple[str, str, Contenders]]:
 
 
 SECTIONS = {
-    **{"as_it_comes": as_it_comes, "env": env, "dqn": dqn, "chasing": chasing},
-    **{"particles": particles, "agents": agents, "hterm": hterm, "memory": memory},
-    **{"workers": workers, "learners": learners},
+    **{"as_it_comes": as_it_comes, "env": env, "particles": particles, "agents": agents},
+    **{"hterm": hterm, "workers": workers, "learners": learners},
+}
+NEEDS = {  # packages of the others that a section measures
+    **{"as_it_comes": ("stable_baselines3", "sbx"), "env": ("envpool",), "particles": ("mpe2",)},
+    "agents": ("stable_baselines3", "supersuit", "mpe2"),
 }
 
 
@@ -417,10 +332,9 @@ SECTIONS = {
 
 
 def measure(section: str, options: Options, version: str) -> list[dict]:
-    cpu = next((x for x in open("/proc/cpuinfo") if "model name" in x), platform.processor())
     about = {
         "rounds": options.rounds,
-        "machine": f"{cpu.split(':')[-1].strip()}, {os.cpu_count()} cores, no GPU used",
+        "machine": f"{machine()}, no GPU used",
         "torch": torch.__version__,
         "commit": version,
         "date": datetime.date.today().isoformat(),
@@ -454,8 +368,11 @@ def show(rows: list[dict]) -> None:
 
 def draw(rows: list[dict], path: Path) -> None:
     """A figure of what comes as it is typed; the other sections are in the table."""
-    from matplotlib import pyplot
-
+    try:
+        from matplotlib import pyplot
+    except ImportError:
+        print("No figure without matplotlib: pip install matplotlib")
+        return
     rows = [row for row in rows if row["section"] == "as_it_comes"]
     groups = list(dict.fromkeys(row["group"] for row in rows))
     if not groups:
@@ -479,11 +396,28 @@ def draw(rows: list[dict], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
+def check(options: Options) -> None:
+    """SystemExit, before anything is measured, for what cannot be."""
+    for section in options.sections:
+        if section not in SECTIONS:
+            raise SystemExit(f"--sections has {section}; allowed is {', '.join(SECTIONS)}")
+        needs = NEEDS.get(section, ())
+        if missing := [name for name in needs if not importlib.util.find_spec(name)]:
+            advice = 'pip install -e ".[benchmark]", or choose others by --sections'
+            raise SystemExit(f"the section {section} needs {', '.join(missing)}: {advice}")
+    if options.rounds < 1 or not 0 < options.seconds <= 3600:
+        what = f"--rounds is {options.rounds}, --seconds {options.seconds}"
+        raise SystemExit(f"{what}; allowed is at least 1, and more than 0 to 3600")
+
+
 def main(options: Options) -> None:
     path = options.results / "throughput.csv"
     rows = list(csv.DictReader(open(path, newline=""))) if path.exists() else []
     rows = [dict.fromkeys(COLUMNS, "") | row for row in rows]  # older ones have no threads
+    if options.table and not rows:
+        raise SystemExit(f"--results is {options.results}, where no throughput.csv is")
     if not options.table:
+        check(options)
         torch.set_num_threads(1)
         version = commit()  # before any file of results/ changes
         for section in options.sections:
@@ -501,4 +435,5 @@ def main(options: Options) -> None:
 
 
 if __name__ == "__main__":
+    sys.excepthook = say_in_one_sentence
     main(tyro.cli(Options))

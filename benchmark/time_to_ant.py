@@ -18,10 +18,9 @@ the returns are those of its last ten training episodes, with the policy's noise
 
 import csv
 import datetime
-import importlib
+import importlib.util
 import math
 import os
-import platform
 import re
 import shlex
 import subprocess
@@ -31,9 +30,10 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import lines
 import torch
 import tyro
-from returns import RESULTS, ROOT, append, commit
+from returns import RESULTS, ROOT, append, commit, machine
 
 PEERS = {"stable_baselines3": "Stable-Baselines3 PPO", "sbx": "SBX PPO", "cleanrl": "CleanRL PPO"}
 COLUMNS = ("date", "commit", "contender", "command", "seed", "target", "seconds", "steps", "return")
@@ -74,11 +74,17 @@ class Options:
 
 def train_peer(options: Options) -> None:
     """PPO of a library; evaluations, their normaliser frozen, go to metrics.csv as ours do."""
-    from stable_baselines import make
+    from stable_baselines3.common.env_util import make_vec_env
     from stable_baselines3.common.evaluation import evaluate_policy
+    from stable_baselines3.common.vec_env import VecNormalize
 
-    envs, count = make(options, options.seed), options.eval_episodes
-    score_envs = make(options, options.seed + 1_000_000, count, training=False)
+    def make(seed: int, num_envs: int, training: bool) -> VecNormalize:
+        slim = {"include_cfrc_ext_in_observation": False} if options.env == "Ant" else {}
+        envs = make_vec_env(f"{options.env}-v5", num_envs, seed=seed, env_kwargs=slim)
+        return VecNormalize(envs, training=training, norm_reward=training)
+
+    envs, count = make(options.seed, 1, True), options.eval_episodes
+    score_envs = make(options.seed + 1_000_000, count, False)
     kind = importlib.import_module(options.peer).PPO
     model, start = kind("MlpPolicy", envs, seed=options.seed, device="cpu"), time.perf_counter()
     with open(options.run_dir / "metrics.csv", "w", buffering=1) as file:
@@ -152,13 +158,22 @@ def race(command: list[str], metrics: Path, target: float, minutes: float) -> tu
     return seconds, step, score
 
 
-def measure(contender: str, options: Options, version: str) -> dict:
-    """One contender's row; SystemExit for a name that is none."""
-    program = "benchmark/time_to_ant.py" if contender in PEERS else f"algos/{contender}.py"
-    if not (ROOT / program).exists():
+def check(contender: str, options: Options) -> None:
+    """SystemExit for a name that is none, or whose package is missing."""
+    if contender not in PEERS and contender not in (path.stem for path in lines.scripts()):
         raise SystemExit(f"--contenders {contender}: allowed are {', '.join(PEERS)} and scripts")
     if contender == "cleanrl" and not os.access(options.cleanrl_python, os.X_OK):
         raise SystemExit(f"--cleanrl-python {options.cleanrl_python!r} is not a program")
+    if contender in ("stable_baselines3", "sbx"):
+        for name in ("stable_baselines3", contender):
+            if not importlib.util.find_spec(name):
+                advice = 'pip install -e ".[benchmark]", or choose others'
+                raise SystemExit(f"--contenders {contender} needs {name}: {advice}")
+
+
+def measure(contender: str, options: Options, version: str) -> dict:
+    """One contender's row."""
+    program = "benchmark/time_to_ant.py" if contender in PEERS else f"algos/{contender}.py"
     command = [program, *(["--peer", contender] if contender in PEERS else [])]
     for name in ("env", "seed", "eval_every", "eval_episodes"):
         command += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
@@ -168,12 +183,10 @@ def measure(contender: str, options: Options, version: str) -> dict:
         whole += ["--cleanrl-python", options.cleanrl_python] if contender == "cleanrl" else []
         metrics = Path(folder) / "metrics.csv"
         seconds, steps, score = race(whole, metrics, options.target, options.limit)
-    cpu = next((x for x in open("/proc/cpuinfo") if "model name" in x), platform.processor())
     row = {"date": datetime.date.today().isoformat(), "commit": version, "seed": options.seed}
     row |= {"contender": PEERS.get(contender, f"{contender}.py"), "target": options.target}
     row |= {"command": shlex.join(["python", *command]), "seconds": round(seconds), "steps": steps}
-    row |= {"return": round(score, 1), "torch": torch.__version__}
-    row |= {"machine": f"{cpu.split(':')[-1].strip()}, {os.cpu_count()} cores"}
+    row |= {"return": round(score, 1), "torch": torch.__version__, "machine": machine()}
     return {name: row[name] for name in COLUMNS}
 
 
@@ -197,12 +210,21 @@ def show(rows: list[dict]) -> None:
 def main(options: Options) -> None:
     path = options.results / "time_to_ant.csv"
     version = commit()  # before the CSV changes
-    for contender in [] if options.table else options.contenders:
+    contenders = [] if options.table else options.contenders
+    for contender in contenders:
+        check(contender, options)
+    for contender in contenders:
         append(path, [measure(contender, options, version)])
+    if not path.exists():
+        raise SystemExit(f"--results is {options.results}, where no time_to_ant.csv is")
     with open(path, newline="") as file:
         show(list(csv.DictReader(file)))
 
 
 if __name__ == "__main__":
     options = tyro.cli(Options)
+    if not options.peer:  # whose clock runs
+        from algos.worker_learner.arguments import say_in_one_sentence
+
+        sys.excepthook = say_in_one_sentence
     {"": main, "cleanrl": train_cleanrl}.get(options.peer, train_peer)(options)

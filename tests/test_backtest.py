@@ -304,6 +304,9 @@ def test_the_ensemble_follows_the_best_of_the_quarter_before(backtest, runs, mon
         (["/nowhere"], "is not the folder of a run"),
         (["RUN", "--walk-forward", "-1"], "--walk-forward is -1; allowed is from 0 to 100"),
         (["RUN", "--walk-forward", "2", "--ensemble"], "--walk-forward: one at a time"),
+        (["RUN", "--fees"], "--fees is empty"),
+        (["RUN", "--tried", "RUN"], "a folder is named twice"),
+        (["RUN", "--fees", "0", "--results", "/tmp"], "--results /tmp: Is a directory"),
         (["RUN", "--fees", "0", "--figure", "a.xyz"], "--figure a.xyz: Format 'xyz' is not supp"),
     ],
 )

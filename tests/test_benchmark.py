@@ -44,6 +44,53 @@ def test_returns_are_kept_once(tmp_path):
     assert shown.startswith("| CartPole | ppo.py --num-envs 2 --num-steps 16 | 0.22 k | 20 | ")
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("returns.py -- --seed 7", "--seed stands after --; this program sets it"),
+        ("returns.py -- --env=Ant", "--env=Ant stands after --"),
+        ("returns.py --script play", "--script is play; allowed is a2c, crossq, "),
+        ("returns.py --table", ", where no returns.csv is"),
+        ("populations.py --table", ", where no populations.csv is"),
+        ("throughput.py --table", ", where no throughput.csv is"),
+        ("throughput.py --sections nope", "--sections has nope; allowed is as_it_comes, env, "),
+        ("throughput.py --sections learners --rounds 0", "--rounds is 0, --seconds 3.0; allowed"),
+        ("throughput.py --sections learners --seconds 0", "--rounds is 5, --seconds 0.0; allowed"),
+        ("time_to_ant.py --table", ", where no time_to_ant.csv is"),
+        ("time_to_ant.py --contenders ppo play", "--contenders play: allowed are stable_"),
+    ],
+)
+def test_mistakes_are_one_sentence(words, said, tmp_path):
+    script, *words = words.split()
+    command = [sys.executable, BENCHMARK / script, "--results", tmp_path, *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and said in done.stderr and done.stderr.count("\n") == 1, (
+        done.stderr
+    )
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_missing_is_said_before_anything_is_measured(throughput, time_to_ant, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name != "sbx" or None)
+    said = "needs sbx: pip install -e"
+    with pytest.raises(SystemExit, match=f"the section as_it_comes {said}"):
+        throughput.main(throughput.Options(sections=["learners", "as_it_comes"]))
+    with pytest.raises(SystemExit, match=f"--contenders sbx {said}"):
+        time_to_ant.main(time_to_ant.Options(contenders=["ppo", "sbx"]))
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    throughput.draw([], Path("nowhere"))  # says that there is none
+
+
+def test_rows_of_other_columns_are_refused(time_to_ant, tmp_path):
+    rows = [{"a": "1", "b": "x, y"}]
+    for _ in range(2):
+        time_to_ant.append(tmp_path / "a.csv", rows)
+    assert (tmp_path / "a.csv").read_text() == 'a,b\n1,"x, y"\n1,"x, y"\n'
+    with pytest.raises(SystemExit, match=r"a\.csv is a file of other columns"):
+        time_to_ant.append(tmp_path / "a.csv", [{"a": "1"}])
+    assert (tmp_path / "a.csv").read_text().count("\n") == 3
+
+
 def test_the_table_of_returns(tmp_path):
     """Seed and speed make no row of their own; settings, length and version do."""
     names = "script,env,seed,steps,return,std,best,seconds,threads,parallel,commit,command"
@@ -170,7 +217,7 @@ def test_a_row_is_of_a_real_run(time_to_ant, tmp_path, contender, env, steps):
 
 def test_a_contender_that_is_none(time_to_ant):
     with pytest.raises(SystemExit, match="--contenders nobody: allowed are stable_baselines3, sbx"):
-        time_to_ant.measure("nobody", time_to_ant.Options(), "now")
+        time_to_ant.check("nobody", time_to_ant.Options())
 
 
 def test_who_has_not_reached_the_target_comes_last(time_to_ant, capsys):
@@ -200,24 +247,25 @@ def throughput():
 
 
 def test_throughput_keeps_the_other_sections(tmp_path):
+    pytest.importorskip("mpe2")
     path = tmp_path / "throughput.csv"  # as it was before there were threads in it
     lines = (BENCHMARK / "results" / "throughput.csv").read_text().splitlines()
     before = list(csv.DictReader(lines))
-    chasing = {"section": "chasing", "group": "of before", "median": "1", "lowest": "1"}
+    same = {"section": "particles", "group": "of before", "median": "1", "lowest": "1"}
     old = {"section": "sac", "group": "former", "what": "CraneRL", "unit": "updates/s"}
     old |= {"median": "3", "lowest": "2", "highest": "4", "ratio": "1.0", "machine": "any, 2 cores"}
     names = [name for name in before[0] if name != "threads"]
     with open(path, "w", newline="") as file:
         writer = csv.DictWriter(file, names, restval="")
         writer.writeheader()
-        writer.writerows([old, old | chasing, old | {"section": "as_it_comes"}])
+        writer.writerows([old, old | same, old | {"section": "as_it_comes"}])
     command = [BENCHMARK / "throughput.py", "--results", tmp_path, "--rounds", 1, "--seconds", 0.1]
-    table = run(*command, "--sections", "chasing", "memory")
+    table = run(*command, "--sections", "particles")
     rows = list(csv.DictReader(open(path)))
-    sections = ["as_it_comes", *["chasing"] * 2, *["memory"] * 2, "sac"]
+    sections = ["as_it_comes", *["particles"] * 8, "sac"]
     assert [row["section"] for row in rows] == sections
     assert rows[-1] == old | dict.fromkeys({*rows[-1]} - {*old}, "")
-    assert "looping over envs" in table and "of before" not in table and "former" in table
+    assert "one world" in table and "of before" not in table and "former" in table
     assert (tmp_path / "throughput.png").exists()
 
 
@@ -582,3 +630,7 @@ def test_gpu_is_tried_out_on_a_cpu(tmp_path):
     assert never["value"] == "" and never["note"].startswith("not within")
     assert {row["device"] for row in rows} == {"CPU, a trial"} and (tmp_path / "gpu.png").exists()
     assert "python algos/ppo.py --env Hopper --num-envs 8" in rows[2]["command"]
+    run(*(word for word in command if word != "ppo"))  # the rows of the other section stay
+    kept = [row["section"] for row in csv.DictReader(open(tmp_path / "gpu.csv"))]
+    trained = [row["section"] for row in rows if row["section"] == "ppo"]
+    assert kept == [*trained, "envs", "envs", "physics"]
