@@ -36,7 +36,7 @@ class Args(PopulationArgs):
     fuse: int = 1
     """runs inside an agent with different seeds, whose networks become their mean"""
     survivors: float = 0.25
-    """part of the agents, the best ones, of which copies are made"""
+    """fraction of the agents, the best ones, that are copied"""
     slow: int = 1
     """agents with odd numbers can be replaced only after so many periods (1: after each)"""
 

@@ -42,7 +42,7 @@ class Args(PopulationArgs):
     k: int = 3
     """of best-of-k: how many are drawn, of which the best one is taken"""
     fresh: float = 0.1
-    """probability of a fresh agent where no agent is next in line"""
+    """probability to begin a new agent when no agent waits to go on"""
 
 
 def compete(population: Population, args: Args) -> None:

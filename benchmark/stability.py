@@ -91,7 +91,7 @@ class Options:
     results: Path = RESULTS / "hterm"
     """folder of the study: its runs, tables and figures"""
     table: bool = False
-    """train nothing"""
+    """train nothing: the tables and figures of what there is"""
     beside: str = ""
     """train nothing and print the tables with this arm in the place of the base"""
     only_seeds: tuple[int, int] | None = None

@@ -43,7 +43,8 @@ class PopulationArgs:
     total_steps: int = 1_000_000
     """environment steps of an agent's whole training, which its schedules follow"""
     period: int = 0
-    """steps of a segment, after which agents are scored and selected (0: a tenth, or a rollout)"""
+    """steps of a segment, after which agents are scored and selected (0: a tenth of
+    --total-steps, at least one rollout)"""
     agents: int = 8
     """how many are trained side by side, as far as there is room for them"""
     root: str = ""
@@ -59,7 +60,7 @@ class PopulationArgs:
     cluster: str = "none"
     """where segments run: none (this machine), auto or an address (a Ray cluster)"""
     cpus: float = 1.0
-    """cores of one run, which is as many threads; half a core each is allowed"""
+    """cores, and so threads, of one run; with 0.5 two runs share a core"""
     gpus: float = 0.0
     """GPUs of one run, of which parts are allowed (0: it trains on the CPU)"""
     replay: str = ""
