@@ -728,10 +728,19 @@ def test_new_episodes_are_new_to_the_reward_scaler():
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_action_spaces_that_do_not_fit(script, tmp_path, monkeypatch):
+    class Push(classic.Pendulum):
+        largest = math.inf
+
+        def __init__(self, *where, **options):
+            super().__init__(*where, **options)
+            bound = self.largest
+            self.single_action_space = gymnasium.spaces.Box(-bound, bound, (1,))
+
+    monkeypatch.setattr(classic, "Pendulum", Push)
     run_dir = str(tmp_path / "run")
     cases = ("CartPole", 1.0, "discrete actions;"), ("Pendulum", math.inf, "actions without bounds")
     for env, largest, what in (*cases, ("Pendulum", 3e38, "actions without bounds")):
-        monkeypatch.setattr(classic.Pendulum, "max_torque", largest)
+        monkeypatch.setattr(Push, "largest", largest)
         with pytest.raises(UserError, match=rf"--env {env} has {what}") as error:
             script.train(script.Args(env=env, num_envs=1, device="cpu", run_dir=run_dir))
         assert "\n" not in str(error.value) and not (tmp_path / "run").exists()

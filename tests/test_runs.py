@@ -434,8 +434,8 @@ def test_a_stalled_evaluator_stalls_neither_training_nor_ctrl_c(references, tmp_
 
 def test_signals_to_the_whole_group(tmp_path):
     """The terminal sends Ctrl-C, a batch system SIGTERM, to every process of the run."""
-    workers, processes = "CartPole --num-workers 2", "CartPole-v1,processes=True"
-    cases = (workers, signal.SIGINT), (workers, signal.SIGTERM), (processes, signal.SIGINT)
+    workers, outside = "CartPole --num-workers 2", "CartPole-v1"
+    cases = (workers, signal.SIGINT), (workers, signal.SIGTERM), (outside, signal.SIGINT)
     runs = [
         start(f"--env {env} {TINY}", tmp_path / str(index), pause(4))
         for index, (env, _) in enumerate(cases)
