@@ -7,7 +7,7 @@
     python algos/play.py RUN_DIR --export policy.pt2    for programs that have torch, but not this
     python algos/play.py RUN1 RUN2 RUN3                 several policies as one, for all of this
 
-best.pt and last.pt know their script, its arguments and the environment: nothing else is read.
+best.pt and last.pt know their script (beside this file), its arguments and the environment.
 """
 
 import contextlib
@@ -136,11 +136,11 @@ def make(saved: dict, num_envs: int, seed: int, draws: bool = False) -> tuple[nn
     spaces = spaces if env.num_agents is None else (env,)  # whose agents differ
     for one in (saved, *saved.get("others", ())):
         try:
-            module = importlib.import_module(f"algos.{one['script']}")
+            module = importlib.import_module(".".join(filter(None, (__package__, one["script"]))))
             agents.append(module.Agent(*spaces, module.Args(**one["args"])))
             agents[-1].load_state_dict(one["agent"])
         except (ImportError, AttributeError, TypeError, RuntimeError) as error:
-            script = f"algos/{one['script']}.py"
+            script = os.path.relpath(Path(__file__).parent / f"{one['script']}.py")
             raise UserError(f"{script} does not fit the policy: {_line(error)}") from None
     agent = Ensemble(agents, saved["weights"], env) if len(agents) > 1 else agents[0]
     return agent.eval().requires_grad_(False), env

@@ -1,7 +1,6 @@
 """The equations of pqn.py, dqn.py, d3qn.py and sac_discrete.py against numpy; kill and resume."""
 
 import copy
-from types import SimpleNamespace
 
 import gymnasium
 import numpy as np
@@ -9,6 +8,7 @@ import pytest
 import torch
 from test_offpolicy import NoEvaluator, resume_of, run_of
 from test_runs import load, same
+from test_workers import fake_run
 
 from algos import d3qn, dqn, pqn, sac_discrete, worker_learner
 from algos.worker_learner import ReplayBuffer, UserError, Workers
@@ -343,8 +343,7 @@ def test_target_entropy_falls_linearly_and_stays():
 def test_no_action_is_repeated_before_the_first_one():
     """A rollout begins as zeros, and action 0 is one that nobody took."""
     args = sac_discrete.Args(num_envs=300, exploration_length=1e9, compile="none", device="cpu")
-    run = SimpleNamespace(args=args, device=torch.device("cpu"), check_rollout=lambda _: None)
-    workers = Workers(run, sac_discrete.collect)
+    workers = Workers(fake_run(args), sac_discrete.collect)
     agent = sac_discrete.Agent(workers.observation_space, workers.action_space, args)
     workers.start(agent, 1)
     assert 75 < workers.collect()["action"].sum() < 225
@@ -505,8 +504,7 @@ def test_actions_of_discrete_sac_are_repeated(length, ends):
 
 def test_worker_processes_see_epsilon():
     args = dqn.Args(num_envs=2, num_workers=1, compile="none", device="cpu")
-    run = SimpleNamespace(args=args, device=torch.device("cpu"), check_rollout=lambda _: None)
-    workers = Workers(run, dqn.collect)
+    workers = Workers(fake_run(args), dqn.collect)
     agent = dqn.Agent(workers.observation_space, workers.action_space, args)
     workers.start(agent, 50)
     for epsilon, low, high in ((0.0, 1.0, 1.0), (1.0, 0.2, 0.8)):

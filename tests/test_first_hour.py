@@ -102,6 +102,20 @@ def test_a_script_copied_out(alone):
     torch.testing.assert_close(torch.load(alone / "action.pt"), agent(obs), atol=1e-5, rtol=0)
 
 
+def test_a_script_of_another_name_in_a_folder_of_ones_own(alone):
+    """play.py beside it scores what it has trained, as a program and as a module of a package."""
+    shutil.copytree(ROOT / "vec_envs", alone / "vec_envs")
+    shutil.copytree(ROOT / "algos" / "worker_learner", alone / "algos" / "worker_learner")
+    for name, own in (("sac.py", "my_sac.py"), ("play.py", "play.py")):
+        (alone / "mine").mkdir(exist_ok=True)
+        shutil.copy(ROOT / "algos" / name, alone / "mine" / own)
+    said = python(alone, "mine/my_sac.py", *SHORT.split(), "--run-dir", "run")
+    assert "mine/play.py run" in said
+    for program in (["mine/play.py"], ["-m", "mine.play"]):
+        scores = json.loads(python(alone, *program, "run", "--json", "--episodes", "2"))
+        assert scores["script"] == "my_sac" and len(scores["returns"]) == 2
+
+
 BUILD = "from setuptools import build_meta; build_meta.build_wheel('.')"  # what pip calls
 
 

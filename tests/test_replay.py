@@ -12,9 +12,13 @@ from algos.worker_learner import replay as replay_module
 CPU = torch.device("cpu")
 
 
+def fail(message):
+    raise UserError(message)
+
+
 def fake_run(save_replay=True, step=0, **options):
     args = SimpleNamespace(save_replay=save_replay, total_steps=1000, **options)
-    return SimpleNamespace(device=CPU, args=args, step=step)
+    return SimpleNamespace(device=CPU, args=args, step=step, fail=fail)
 
 
 class Stream:

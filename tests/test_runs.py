@@ -8,10 +8,12 @@ for processes that should be gone.
 import contextlib
 import dataclasses
 import fcntl
+import gc
 import hashlib
 import importlib.util
 import json
 import math
+import multiprocessing
 import os
 import random
 import resource
@@ -22,13 +24,17 @@ import sys
 import textwrap
 import threading
 import time
+import unittest.mock
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+from test_workers import fake_run
 
 import vec_envs
 from algos import ppo, sac
@@ -551,8 +557,7 @@ def test_workers_are_reproducible(tmp_path):
 def test_workers_follow_the_learner(ahead):
     """At once, or one rollout behind, which they collect while the learner learns."""
     args = ppo.Args(env="CartPole", num_envs=2, num_workers=1)
-    run = SimpleNamespace(args=args, device=torch.device("cpu"), check_rollout=lambda rollout: None)
-    workers = Workers(run, ppo.collect, ahead=ahead)
+    workers = Workers(fake_run(args), ppo.collect, ahead=ahead)
     agent = ppo.Agent(workers.observation_space, workers.action_space, args)
     workers.start(agent, num_steps=8)
     try:
@@ -564,6 +569,76 @@ def test_workers_follow_the_learner(ahead):
         assert taken == ([wanted[0], *wanted[:-1]] if ahead else wanted)
     finally:
         workers.close()
+
+
+# In a program of one's own, which calls `train`.
+
+SMALL = dict(env="Pendulum", total_steps=300, warmup_steps=200, hidden_size=8, eval_episodes=1)
+SMALL |= dict(torch_threads=1)
+
+
+def children():
+    """How many processes this one has, without those of multiprocessing itself."""
+    return len(multiprocessing.active_children())
+
+
+def test_a_refused_run_leaves_no_process(tmp_path):
+    """By a UserError that comes after the workers, before `run.start`."""
+    before = children()
+    with pytest.raises(UserError, match=r"--buffer-size: 10{12} transitions need"):
+        sac.train(sac.Args(**SMALL, num_workers=2, buffer_size=10**12))
+    assert children() == before
+
+
+def test_the_next_run_ends_what_one_that_raised_has_left(tmp_path, monkeypatch):
+    """Its workers and evaluator, its lock, its answer to Ctrl-C."""
+    before, handler = children(), signal.getsignal(signal.SIGINT)
+
+    def broken(*arguments):
+        raise RuntimeError("a bug")
+
+    args = sac.Args(**SMALL, num_workers=1, run_dir=str(tmp_path / "run"))
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="a bug"):
+        patch.setattr(sac, "update", broken)
+        sac.train(args)
+    assert children() == before + 2
+    with pytest.raises(UserError, match="--gamma is 2"):
+        sac.train(sac.Args(**SMALL, gamma=2.0))
+    assert children() == before and signal.getsignal(signal.SIGINT) is handler
+
+
+def test_a_run_that_ended_holds_no_memory(tmp_path):
+    """Not until Python looks for circles: runs in a loop would each have a replay buffer."""
+    found, make = [], sac.ReplayBuffer
+
+    def remembered(*arguments):
+        buffer = make(*arguments)
+        found.append(weakref.ref(buffer))
+        return buffer
+
+    gc.disable()
+    try:
+        with unittest.mock.patch.object(sac, "ReplayBuffer", remembered):
+            for name in "12":  # imports, in the first, leave circles of their own
+                sac.train(sac.Args(**SMALL, run_dir=str(tmp_path / name)))
+        assert found[1]() is None
+    finally:
+        gc.enable()
+
+
+def test_numbers_of_numpy_and_paths_are_arguments(tmp_path, monkeypatch):
+    """As in `for rate in np.logspace(...)`: a checkpoint with them could not be read again."""
+    numbers = dict(learning_rate=np.float64(0.01), seed=np.int64(3), save_replay=np.bool_(True))
+    folder = sac.train(sac.Args(**SMALL, **numbers, run_dir=tmp_path / "run")).run_dir
+    for name in ("checkpoint", "best", "last"):
+        assert load_checked(folder / f"{name}.pt")[1] == ""
+    monkeypatch.setattr(sys, "argv", ["study.py", "--env", "mine", "--seed=4"])  # not our flags
+    assert sac.train(sac.Args(resume=folder, total_steps=np.int64(400))).step == 400
+
+
+def test_a_device_of_another_name_is_a_sentence():
+    with pytest.raises(UserError, match="--device is cuda:1, but torch finds no CUDA device"):
+        ppo.train(ppo.Args(device="cuda:1"))
 
 
 # Files.
@@ -679,7 +754,7 @@ def test_a_flag_counts_on_resume_even_if_it_is_the_default(tmp_path, monkeypatch
     default = ppo.Args().total_steps
     given = ppo.Args(resume=str(tmp_path), total_steps=default)
     for flag, steps in (("--total_steps", default), ("--total-steps=1", default), ("--x", 500)):
-        monkeypatch.setattr(sys, "argv", ["ppo.py", flag])
+        monkeypatch.setattr("algos.worker_learner.arguments.TYPED", [flag])
         assert saved_args(given, "ppo").total_steps == steps
 
 
@@ -696,14 +771,14 @@ def test_what_the_run_has_replaced_may_be_said_again(tmp_path, monkeypatch):
     again |= {"torch_threads": 0, "compile": "auto"}
     given = ppo.Args(resume=str(tmp_path), **again)
     words = [f"--{name.replace('_', '-')}={value}" for name, value in again.items()]
-    monkeypatch.setattr(sys, "argv", ["ppo.py", *words])
+    monkeypatch.setattr("algos.worker_learner.arguments.TYPED", words)
     assert saved_args(given, "ppo") == ppo.Args(**was, run_dir=str(tmp_path))
 
 
 def test_a_negated_flag_is_not_ignored_on_resume(tmp_path, monkeypatch):
     saved = {"script": "sac", "args": dataclasses.asdict(sac.Args())}
     (tmp_path / "args.json").write_text(json.dumps(saved))
-    monkeypatch.setattr(sys, "argv", ["sac.py", "--no-save-replay"])
+    monkeypatch.setattr("algos.worker_learner.arguments.TYPED", ["--no-save-replay"])
     with pytest.raises(UserError, match="--save-replay is False, but a resumed run has its own"):
         saved_args(sac.Args(resume=str(tmp_path), save_replay=False), "sac")
 
@@ -1001,8 +1076,7 @@ def test_envs_of_others_do_not_repeat_themselves_after_a_resume(env):
     args, several = ppo.Args(env=env, num_envs=2), "mpe2" in env
 
     def make_workers():
-        run = SimpleNamespace(args=args, device=torch.device("cpu"))
-        return Workers(run, ppo.collect, multi_agent=several)
+        return Workers(fake_run(args), ppo.collect, multi_agent=several)
 
     first, second = make_workers(), make_workers()
     start, _ = first.envs.reset()

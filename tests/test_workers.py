@@ -1,5 +1,6 @@
 """Worker processes, and compiled rollouts, collect what the same envs would have given here."""
 
+import contextlib
 import shutil
 import subprocess
 import sys
@@ -20,10 +21,16 @@ NUM_STEPS, ROLLOUTS = 30, 3
 ROOT = Path(__file__).parent.parent
 
 
+def fake_run(args):
+    """What `Workers` ask of a run."""
+    cpu, at_end = torch.device("cpu"), contextlib.ExitStack()
+    return SimpleNamespace(args=args, device=cpu, at_end=at_end, check_rollout=lambda rollout: None)
+
+
 @pytest.mark.parametrize("module", [ppo, sac])
 def test_workers_collect_what_the_same_envs_would_here(module):
     args = module.Args(env="Pendulum", num_envs=5, num_workers=2, seed=3, device="cpu")
-    run = SimpleNamespace(args=args, device=torch.device("cpu"), check_rollout=lambda rollout: None)
+    run = fake_run(args)
     workers = Workers(run, module.collect)
     torch.manual_seed(0)
     agent = module.Agent(workers.observation_space, workers.action_space, args)
@@ -68,7 +75,7 @@ def count_on(agent, envs, rollout):
 def test_a_replaced_worker_begins_anew_and_the_replay_buffer_knows():
     args = sac.Args(env="Pendulum", num_envs=2, num_workers=1, device="cpu")
     ended = []
-    run = SimpleNamespace(args=args, device=torch.device("cpu"), check_rollout=lambda rollout: None)
+    run = fake_run(args)
     run.end_episodes = lambda: ended.append(len(ended))
     workers = Workers(run, count_on, ahead=True)
     agent = sac.Agent(workers.observation_space, workers.action_space, args)
@@ -88,7 +95,7 @@ def test_a_replaced_worker_begins_anew_and_the_replay_buffer_knows():
 def test_environments_that_start_anew_do_not_repeat_the_runs_beginning(num_workers):
     sizes = {"num_envs": 4, "num_workers": num_workers, "compile": "none"}
     args = ppo.Args(env="Pendulum", seed=3, device="cpu", **sizes)
-    run = SimpleNamespace(args=args, device=torch.device("cpu"), check_rollout=lambda rollout: None)
+    run = fake_run(args)
     begun = []
     for step in (None, 0, 1000, 1000, 2000):
         workers = Workers(run, ppo.collect)
@@ -134,7 +141,7 @@ def test_a_compiled_rollout_is_what_the_same_envs_would_give(env):
     rollouts = []
     for how in ("none", "rollout"):
         args = RunArgs(env=env, num_envs=4, device="cpu", compile=how)
-        run = SimpleNamespace(args=args, device=torch.device("cpu"), check_rollout=lambda x: None)
+        run = fake_run(args)
         workers = Workers(run, collect, multi_agent=env == "Spread")
         workers.start(Sign(), 3)
         workers.envs._lengths[1] = workers.envs.max_episode_steps - 2  # a time limit inside
@@ -158,7 +165,7 @@ def test_runs_of_one_process_may_differ_in_their_number_of_environments():
     """torch.compile would take a number that changes for one that is not known beforehand."""
     for num_envs in (3, 4, 5):
         args = RunArgs(env="CartPole", num_envs=num_envs, device="cpu", compile="rollout")
-        run = SimpleNamespace(args=args, device=torch.device("cpu"), check_rollout=lambda x: None)
+        run = fake_run(args)
         workers = Workers(run, collect)
         workers.start(Sign(), 2)
         assert workers.collect()["obs"].shape == (2, num_envs, 4)
@@ -234,7 +241,7 @@ def test_seeds_of_workers_are_their_own_and_fit_in_31_bits(monkeypatch):
 def test_too_little_shared_memory_is_one_sentence(monkeypatch):
     """As in a Docker container, which has 64 MB: the kernel would kill the first to write there."""
     args = ppo.Args(env="Pendulum", num_envs=4, num_workers=2, device="cpu")
-    run = SimpleNamespace(args=args, device=torch.device("cpu"))
+    run = fake_run(args)
     workers = Workers(run, ppo.collect)
     agent = ppo.Agent(workers.observation_space, workers.action_space, args)
     disk = SimpleNamespace(free=64 << 20)

@@ -1,7 +1,6 @@
 """The command line of every script, and the errors that a user sees: one sentence each."""
 
 import argparse
-import atexit
 import contextlib
 import dataclasses
 import json
@@ -24,6 +23,7 @@ import vec_envs
 from vec_envs.core import ContractError, available_cores
 
 STAMP = "%Y%m%d-%H%M%S"  # of a run folder's default name
+TYPED: list[str] = []  # the command line, where `parse` has read one: not that of another program
 
 
 class UserError(Exception):
@@ -129,17 +129,20 @@ def check_args(args: Any, limits: dict[str, tuple]) -> None:
 
 def resolve(args: RunArgs, script: str, limits: dict[str, tuple]) -> RunArgs:
     """The arguments checked, with what depends on the machine decided."""
-    check_args(args, limits)
     args, gpu = dataclasses.replace(args), torch.cuda.is_available()
+    for field in dataclasses.fields(args):  # in a program they may be NumPy's numbers, or a Path
+        if field.type in (bool, int, float, str):
+            setattr(args, field.name, field.type(getattr(args, field.name)))
+    check_args(args, limits)
     if args.total_steps < (warmup := getattr(args, "warmup_steps", 0)):
         least = f"at least --warmup-steps, {warmup}, before which nothing is learned"
         raise UserError(f"--total-steps is {args.total_steps}; allowed is {least}")
     if args.env_device == "cuda" and args.num_workers:
         raise UserError("--env-device is cuda, but --num-workers simulate on the CPU; drop one")
     for name, other in (("device", "auto"), ("env_device", "same")):
-        if getattr(args, name) == "cuda" and not gpu:
+        if (value := getattr(args, name)) not in ("cpu", other) and not gpu:
             advice = f"for a new run use cpu or {other}"
-            raise UserError(f"{flag(name)} is cuda, but torch finds no CUDA device; {advice}")
+            raise UserError(f"{flag(name)} is {value}, but torch finds no CUDA device; {advice}")
     if args.device == "auto":
         args.device = "cuda" if gpu else "cpu"
     if not args.num_envs:
@@ -190,8 +193,7 @@ def saved_args(given: RunArgs, script: str) -> RunArgs:
         raise UserError(f"--resume {given.resume}: {path} cannot be read ({error})") from None
     if (made_by := content["script"]) != script:
         raise UserError(f"--resume {given.resume}: that run is of {made_by}, not {script}")
-    typed = {word.partition("=")[0].replace("_", "-") for word in sys.argv}
-    typed |= {word.replace("--no-", "--", 1) for word in typed}
+    typed = {re.sub("^--no-", "--", word.partition("=")[0].replace("_", "-")) for word in TYPED}
     again = {**AUTO, "run_dir": given.resume, "resume": given.resume}
     for field in dataclasses.fields(given):
         name, value, before = field.name, getattr(given, field.name), getattr(saved, field.name)
@@ -218,11 +220,11 @@ def parse(args_class: type[RunArgs], tuned: dict[str, dict[str, Any]]) -> RunArg
     own = {} if given.resume else tuned.get(vec_envs.base_name(given.env), {})
     sys.excepthook = say_in_one_sentence
     text = f"{args_class.__doc__} The defaults shown are those for --env {given.env}."
-    words = [
+    TYPED[:] = [
         re.sub(r"(^|=)(\d+\.?\d*e\+?\d)$", lambda x: f"{x[1]}{float(x[2]):.15g}", word)
         for word in sys.argv[1:]  # 2.5e6 is a whole number, too
     ]
-    return tyro.cli(args_class, args=words, default=args_class(**own), description=text)
+    return tyro.cli(args_class, args=TYPED, default=args_class(**own), description=text)
 
 
 def say_in_one_sentence(kind: type[BaseException], error: BaseException, trace: Any) -> None:
@@ -231,9 +233,7 @@ def say_in_one_sentence(kind: type[BaseException], error: BaseException, trace: 
         print(error, file=sys.stderr)
     elif kind is KeyboardInterrupt:  # while it trains, Run answers
         print("Stopped", file=sys.stderr, flush=True)
-        # A shell must see that it was Ctrl-C, which Python forgets if what runs at exit uses exec.
-        atexit._run_exitfuncs()
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell must see that it was Ctrl-C
         os.kill(os.getpid(), signal.SIGINT)
     elif kind is BrokenPipeError:  # --help | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

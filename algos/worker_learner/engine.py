@@ -54,8 +54,7 @@ def choose_threads(args: Any) -> int:
     """--torch-threads, and what 0 is here: up to 8 where they multiply matrices faster than one.
 
     Measured, for it depends on what else runs: a core that another process uses makes all threads
-    wait at the end of each operation. In narrow networks they wait more than they work. A resumed
-    run keeps what its args.json says.
+    wait at the end of each operation. In narrow networks they wait more than they work.
     """
     if "LOCAL_WORLD_SIZE" in os.environ:  # of torchrun, which also sets OMP_NUM_THREADS by itself
         limit = available_cores() // int(os.environ["LOCAL_WORLD_SIZE"])

@@ -6,9 +6,7 @@ replay buffer; `step` counts the steps of all. They begin with learner 0's weigh
 gradients; what is computed over a batch (statistics of a normaliser, the mean of the advantages, a
 KL divergence) comes from `…_over_learners`: N learners do what one would do with the whole batch.
 Learner 0 evaluates, logs, prints and saves; the others save theirs as checkpoint.rankK.pt, for the
-envs, replay buffer and random generator in it. With --max-restarts torchrun starts dead learners
-again, and nodes may come and go (--nnodes=1:2): all go on from the last checkpoint in the
---run-dir, which every node must see, as many as there are then.
+envs, replay buffer and random generator in it. How learners come and go: algos/README.md.
 """
 
 import contextlib

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from algos.worker_learner.arguments import UserError, tell
+from algos.worker_learner.arguments import tell
 from algos.worker_learner.learners import world_size
 
 
@@ -36,7 +36,7 @@ class ReplayBuffer:
         if self.capacity_rows < max(num_steps, self.n_step):
             least = max(num_steps, self.n_step) * self.num_envs * learners
             why = "--num-envs times --num-steps" + " or --n-step" * hasattr(run.args, "n_step")
-            raise UserError(f"{flag} is {capacity}; allowed is at least {least}, {why}")
+            run.fail(f"{flag} is {capacity}; allowed is at least {least}, {why}")
         size = self.capacity_rows * self.num_envs  # of this learner
         stored = {k: x for k, x in rollout.items() if not k.startswith("episode_")}
         needed = sum(x[0, 0].numel() * x.element_size() for x in stored.values())
@@ -45,7 +45,7 @@ class ReplayBuffer:
             needed *= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         if needed > (free := _free_memory(device)):
             there = f"{needed / 2**30:.1f} GiB of memory where {free / 2**30:.1f} GiB are free"
-            raise UserError(f"{flag}: {capacity} transitions need {there}; choose a smaller one")
+            run.fail(f"{flag}: {capacity} transitions need {there}; choose a smaller one")
         self.data = {k: x.new_zeros(self.capacity_rows, *x.shape[1:]) for k, x in stored.items()}
         self._flat = {name: tensor.flatten(0, 1) for name, tensor in self.data.items()}
         self.position, self.rows = 0, 0

@@ -7,6 +7,7 @@ import math
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +27,7 @@ from algos.worker_learner.workers import Evaluator, compare_returns, die_with_pa
 PAUSED = 3  # exit status at --pause-at; 0: done, 1: failed, 2: wrong flags, 128 + n: signal n
 CHECKPOINT_SECONDS = 600  # after which a slow run is saved before --checkpoint-every says so
 OWN = "step", "seconds", "best_return", "last_return", "training_return"  # saved of a Run
+BEFORE = threading.local()  # .at_end: that of the run before in this thread, which may have raised
 PUT_RANDOM = torch.set_rng_state, torch.cuda.set_rng_state
 
 
@@ -41,15 +43,16 @@ class Result:
 
 
 class Run:
-    """One training run: its arguments, folder, logs, evaluations and checkpoints.
+    """One run. Its `args` are those of this learner, one of `world_size`.
 
-    `args` are those of this learner, one of `world_size`; a single one has all that was asked for.
     `limits` maps an argument's name to the (smallest, largest) value allowed, None for no bound,
     where it has another than in RUN_LIMITS, or than 0 or more.
-    Raises UserError, before anything is written, for arguments that cannot be.
+    UserError, before anything is written, for arguments that cannot be.
     """
 
     def __init__(self, args: RunArgs, script: str, limits: dict[str, tuple] | None = None):
+        getattr(BEFORE, "at_end", contextlib.ExitStack()).close()
+        self.at_end = BEFORE.at_end = contextlib.ExitStack()  # what `close` undoes, the last first
         limits = {**arguments.RUN_LIMITS, **(limits or {})}
         self.script, self._path = Path(script).stem, Path(script)
         if learners.join_learners():
@@ -72,8 +75,7 @@ class Run:
         self.best_return, self.last_return, self.training_return = -math.inf, math.nan, math.nan
         self._state: dict[str, Any] = {}  # name -> object with state_dict()
         self._stop_signal = 0
-        self._at_end = contextlib.ExitStack()  # what `close` undoes, the last one first
-        self._at_end.callback(learners.leave_learners)
+        self.at_end.callback(learners.leave_learners)
 
     # The run's life: start, log, evaluate, checkpoint, finish.
 
@@ -84,12 +86,11 @@ class Run:
         they are all that the future of the run depends on, besides torch's random generators.
         """
         self._state, workers, args = {"agent": agent, **state}, state["workers"], self.args
-        self._at_end.callback(workers.close)
         try:
             self.dir.mkdir(parents=True, exist_ok=True)
             if self.rank == 0:
                 files.lock(self.dir)  # who still trains there may save once more
-                self._at_end.callback(files.unlock, self.dir)
+                self.at_end.callback(files.unlock, self.dir)
             pending = self._load_state()
             if self.step and not workers.go_on:
                 where = "CraneRL's own, in one process on a CPU and for as many learners,"
@@ -102,10 +103,10 @@ class Run:
             with contextlib.suppress(ValueError):  # not the main thread
                 for number in (signal.SIGINT, signal.SIGTERM):
                     before = signal.signal(number, self._on_signal)
-                    self._at_end.callback(signal.signal, number, before)
+                    self.at_end.callback(signal.signal, number, before)
             if self.rank == 0:
                 self._evaluator = Evaluator(args, agent)
-                self._at_end.callback(self._evaluator.close)
+                self.at_end.callback(self._evaluator.close)
         except BaseException as error:
             self.close()
             if isinstance(error, OSError):
@@ -116,7 +117,7 @@ class Run:
         begin, often = min(self.step, args.total_steps), 0.5 if sys.stderr.isatty() else 30
         self._bar = tqdm(total=args.total_steps, initial=begin, unit="step", unit_scale=True,
                          mininterval=often, dynamic_ncols=True, disable=self.rank > 0)  # fmt: skip
-        self._at_end.callback(to_terminal, self._bar.close)
+        self.at_end.callback(to_terminal, self._bar.close)
         self._saved_at = time.perf_counter()
         self._began = self._saved_at - self.seconds
         self._warm: tuple[int, float] | None = None  # step and time at the first logged update
@@ -134,17 +135,17 @@ class Run:
         """`update` as a CUDA graph where --compile says so; the last of `period` is another."""
         return engine.captured(update, period) if self.args.compile == "graphs" else update
 
-    def log(self, step: int, losses: dict[str, Tensor], **charts: Tensor | float) -> None:
+    def log(self, step: int, losses: dict[str, Tensor | float], **charts: Tensor | float) -> None:
         """Write losses/… and charts/… to metrics.csv and TensorBoard; UserError at NaN or infinity.
 
         `charts/SPS` is added: environment steps per second since the first update that was logged,
         thus without random actions at the beginning, and without compilation.
         """
         self.seconds = time.perf_counter() - self._began
-        metrics = {f"losses/{name}": value.detach() for name, value in losses.items()}
+        metrics = {f"losses/{name}": value for name, value in losses.items()}
         metrics |= {f"charts/{name}": value for name, value in charts.items()}
         numbers = [torch.as_tensor(x, device=self.device).double() for x in metrics.values()]
-        numbers = mean_over_learners(torch.stack(numbers)).tolist()  # one transfer for all
+        numbers = mean_over_learners(torch.stack(numbers).detach()).tolist()  # one transfer for all
         metrics = dict(zip(metrics, numbers, strict=True))
         for tag, value in metrics.items():
             if not math.isfinite(value):
@@ -189,7 +190,8 @@ class Run:
         if wish > 1 or self._pauses():  # a signal: SIGINT is 2, SIGTERM 15
             saved = self._save()
             self._exit(128 + wish if wish > 1 else PAUSED if saved else 1, saved)
-        if wish or step // self.args.checkpoint_every > before // self.args.checkpoint_every:
+        every, last = self.args.checkpoint_every, step >= self.args.total_steps
+        if not last and (wish or step // every > before // every):  # `finish` saves the last one
             self._save()
 
     def finish(self, step: int) -> Result:
@@ -208,12 +210,12 @@ class Run:
             self._began = time.perf_counter() - seconds  # to wait is not to train
             saved = self._save()  # the evaluations it waited for are no longer pending
             quietly("learning_curve.png", plot, self.dir, f"{self.script} on {self.args.env}")
-        self.close()
         play = command_line(os.path.relpath(self._path.with_name("play.py")), str(self.dir))
+        how = f"{compare_returns(self._state['workers'].envs)}Score, watch or film it: {play}"
+        self.close()
         tell(
             f"\nDone: {step} steps in {seconds:.0f} s. Deterministic return over {episodes} "
-            f"episodes: last {self.last_return:.1f}, best {self.best_return:.1f}.\n"
-            f"{compare_returns(self._state['workers'].envs)}Score, watch or film it: {play}"
+            f"episodes: last {self.last_return:.1f}, best {self.best_return:.1f}.\n{how}"
         )
         if not saved:
             self._exit(1, saved)
@@ -221,7 +223,8 @@ class Run:
 
     def close(self) -> None:
         """End the child processes and close the files; safe to call twice."""
-        self._at_end.close()
+        self.at_end.close()
+        self._state = {}  # nor does a replay buffer wait for Python to find this circle
 
     def fail(self, message: Any) -> None:
         """Close, and raise a UserError."""
@@ -325,7 +328,7 @@ class Run:
         if self.step >= self.args.total_steps:
             pending = {*pending, self.step}  # `finish` evaluates again
         self._log = Log(self.dir, self.step, pending)
-        self._at_end.callback(self._log.close)
+        self.at_end.callback(self._log.close)
 
     def _save(self) -> bool:
         """Write checkpoint.pt so that at every moment a good one exists, and last.pt beside it."""

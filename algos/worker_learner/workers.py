@@ -152,6 +152,7 @@ class Workers:
         where = args.env_device if here else "cpu"
         device = run.device if where == "same" else torch.device(where)
         self.envs = _make_envs(args, args.num_envs if here else 1, args.seed, device)
+        run.at_end.callback(self.close)
         if multi_agent != (self.envs.num_agents is not None):
             has, fit = ("one agent", "ppo.py") if multi_agent else ("several agents", "mappo.py")
             raise UserError(f"--env {args.env} has {has}; {fit} fits it")
@@ -262,8 +263,7 @@ class Workers:
 
 
 def _worker_main(pipe, restarts, collect, agent, columns, args, index) -> None:
-    # Each worker, and each successor of a dead one, has its own seed.
-    seed = args.seed + 1_000_003 * (index + 1) + 7919 * restarts
+    seed = args.seed + 1_000_003 * (index + 1) + 7919 * restarts  # its own, a successor's too
     envs = _make_envs(args, args.num_envs, seed % 2**31)
     collect = compiled_rollout(collect, envs, args, len(columns["done"]))
     if restarts:
