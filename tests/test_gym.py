@@ -330,6 +330,12 @@ def test_an_observation_that_is_not_of_its_space_is_named(sloppy):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
+def test_gymnasiums_version_of_an_environment_that_is_here_names_it(capfd):
+    make("Pendulum-v1", 1)
+    assert "Pendulum-v1: --env Pendulum is its newest version here" in capfd.readouterr().err
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
 def test_flat_spaces_are_no_news(counting, capfd):
     for name in ("counting:Counter-v0", "FrozenLake-v1", "LunarLanderContinuous-v3"):
         make(name, 1)
@@ -385,6 +391,7 @@ def test_options_behind_the_name():
         "Spread,gravity=1": "unexpected keyword argument 'gravity'",
         "Ant,gravity=1": "unknown option 'gravity'",
         "CartPole-v1,gravity=1": "unexpected keyword argument 'gravity'",
+        "StockTrading,cost=1": "unexpected .* 'cost'; its options are data, actions, split,",
         "Spread,physics": "'physics' is not an option of an environment",
         "Spread,": "'' is not an option of an environment",
         "Ant,frame_skip=many": "frame_skip is 'many'; it must be like 5",

@@ -9,6 +9,7 @@ import torch
 from gymnasium.spaces import Box, Discrete, Tuple
 from mpe2 import simple_tag_v3
 
+from algos.worker_learner.workers import compare_returns
 from vec_envs import make
 from vec_envs.core import env_seeds
 from vec_envs.gym import GymEnv
@@ -305,3 +306,9 @@ def test_render():
     picture = env.render()
     assert picture.shape == (700, 700, 3) and picture.std() > 0
     env.close()
+
+
+def test_a_score_of_several_agents_says_that_it_is_their_sum():
+    said = compare_returns(make("Spread", 1)).splitlines()
+    assert said[0] == "Returns are sums over the agents." and said[1].startswith("To compare: ")
+    assert not compare_returns(make("CartPole", 1))

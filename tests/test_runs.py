@@ -1182,6 +1182,8 @@ def test_a_run_that_is_made_longer_says_that_its_schedules_jump(tmp_path, monkey
         saved_args(ppo.Args(resume=str(tmp_path), total_steps=int(steps)), "ppo")
         out = capsys.readouterr().out
         assert out.startswith(said) and out.count("schedule") == bool(said)
+    with pytest.raises(UserError, match=r"--total-steps is 400, but .* has its own \(500\)"):
+        saved_args(ppo.Args(resume=str(tmp_path), total_steps=400), "ppo")
 
 
 # Bad input.

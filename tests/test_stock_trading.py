@@ -370,6 +370,8 @@ def write(path: Path, rows, header=("date", "A", "B")) -> str:
         ((2, 0), "2019-12-31", "row 3 of the data: 2019-12-31T00:00:00 comes after 2020-01-02"),
         ((0, 1), "ten", "row 1 after the header: could not convert string to float: 'ten'"),
         ((1, 0), "soon", "row 2 after the header"),
+        ((1, 0), "01/02/2020", "a row is a date, 2019-01-31, and a price of each stock"),
+        ((1, 0), "20200102", "row 2 of the data: the date is not written as 2019-01-31"),
         ((0, 0), "", "row 1 of the data: the date is missing"),
         ((2, 0), "", "row 3 of the data: the date is missing"),
     ],
@@ -381,6 +383,23 @@ def test_an_error_in_a_file_names_the_row(tmp_path, place, word, message):
     with pytest.raises(ValueError) as error:
         vec_envs.make(f"StockTrading,data={path}", 1)
     assert str(error.value).count("prices.csv") == 1 and message in str(error.value)
+
+
+def test_a_volume_is_no_stock(tmp_path):
+    path = write(tmp_path / "prices.csv", ROWS, ("date", "Close", "Volume"))
+    with pytest.raises(
+        ValueError, match=r"prices\.csv: a column is one of open, high, low and vol"
+    ):
+        load_market(path)
+
+
+def test_a_split_without_adjustment_is_named(tmp_path, capsys):
+    rows = [["2020-01-01", "10", "20"], ["2020-01-02", "11", "10"], ["2020-01-03", "12", "11"]]
+    load_market(write(tmp_path / "split.csv", rows))
+    said = capsys.readouterr().err
+    assert "B changes by -50 % on 2020-01-02" in said and said.count("\n") == 1
+    load_market(write(tmp_path / "prices.csv", ROWS))
+    assert not capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -443,7 +462,7 @@ def test_a_file_as_people_have_it(tmp_path, monkeypatch):
         vec_envs.make("StockTrading", 1, data="~/a,b.CSV")
     header = ("Date", "Open", "High", "Low", "Close", "Adj Close", "Volume")
     path = write(tmp_path / "yahoo.csv", [[*row, "1", "1", "1", "9"] for row in ROWS], header)
-    with pytest.raises(ValueError, match=r"yahoo.csv: the columns are one stock's open, high, low"):
+    with pytest.raises(ValueError, match=r"yahoo.csv: a column is one of open, high, low and volume"):
         vec_envs.make(f"StockTrading,data={path},{cuts}", 1)
 
 
@@ -547,7 +566,8 @@ def test_equals_print(prices_in_print, name, hold, rebalanced):
 def test_buy_and_hold_beside_a_score_is_of_the_same_years(split):
     env = vec_envs.make(WALK + split, 1)
     scored = vec_envs.make(vec_envs.for_evaluation(WALK + split), 1)
-    known = env.known_returns["buy and hold"]
+    (known,) = env.known_returns.values()
+    assert list(env.known_returns) == ["buy and hold in " + (split[7:] or "validation")]
     assert env.known_returns == scored.known_returns and len(env.known_returns) == 1
     if split != ",split=train":  # one episode
         growth = (scored.prices[-1] / scored.prices[1]).mean().item()

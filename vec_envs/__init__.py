@@ -3,6 +3,7 @@
 import ast
 import difflib
 import importlib.util
+import inspect
 import re
 from importlib import import_module
 from typing import Any
@@ -62,7 +63,9 @@ def make(
         except (TypeError, LookupError) as error:  # of an option, or of the call itself
             if not options and error.__traceback__.tb_next is not None:
                 raise
-            raise ValueError(f"{name}: {error}") from error
+            own = inspect.signature(kind).parameters
+            hint = f"; its options are {', '.join([*own][3:])}" if [*own][3:] else ""
+            raise ValueError(f"{name}: {error}{hint * ('keyword' in str(error))}") from error
     import gymnasium
 
     if ":" not in name and name not in gymnasium.registry:

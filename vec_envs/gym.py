@@ -27,6 +27,7 @@ from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Tu
 from gymnasium.spaces.utils import flatdim, flatten, flatten_space
 from torch import Tensor
 
+from vec_envs import NAMES
 from vec_envs.core import ContractError, VecEnv, env_seeds
 
 NO_TIME_LIMIT = 10**9  # `max_episode_steps` of an env that is never truncated
@@ -295,8 +296,10 @@ def _choices(space: Discrete | MultiDiscrete | MultiBinary) -> tuple[int, ...]:
 
 
 def say_what_is_flattened(name: str, observation: gymnasium.Space, action: gymnasium.Space) -> None:
-    """One line on the terminal, in the first process of a run only."""
+    """One line on the terminal, in the first process of a run only; also of an env that is here."""
     said = []
+    if (own := name.rpartition("-v")[0]) in NAMES:
+        said.append(f"--env {own} is its newest version here, faster, with the scripts' settings")
     if not is_flat(observation):
         said.append(f"observations {short(observation)} as {flatdim(observation)} numbers")
     if not is_flat(action):

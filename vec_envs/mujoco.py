@@ -74,6 +74,9 @@ class MujocoEnv(VecEnv):
         mujoco.set_mju_user_warning(lambda message: None)
         file = self.options.xml_file  # as in Gymnasium: one of its own, or a path
         self.xml_path = Path(file).expanduser() if file.startswith((".", "~")) else ASSETS / file
+        if not self.xml_path.is_file():
+            wish = "a path of your own begins with ./, ~/ or /"
+            raise ValueError(f"{name}: there is no file {self.xml_path.absolute()}; {wish}")
         self.model = mujoco.MjModel.from_xml_path(str(self.xml_path))
         self.dt = self.model.opt.timestep * self.options.frame_skip  # seconds per step
         fields = {"qpos": ("qpos", EVERYTHING), "qvel": ("qvel", EVERYTHING), **self._fields()}

@@ -34,6 +34,8 @@ import csv
 import functools
 import gzip
 import importlib.util
+import multiprocessing
+import sys
 import zipfile
 import zlib
 from pathlib import Path
@@ -189,7 +191,8 @@ class StockTrading(VecEnv):
             window = last - first
         scored = market.close[first : last + 1]
         growth = scored[window:] / scored[1 : 1 + len(scored) - window]  # of each episode
-        self.known_returns = {"buy and hold": 100 * float((growth.mean(1) - 1).mean())}
+        years = f"buy and hold in {split or 'validation'}"
+        self.known_returns = {years: 100 * float((growth.mean(1) - 1).mean())}
 
     def _restart(self, mask: Tensor) -> None:
         draw = self.uniform(0.0, float(self.starts), dtype=torch.float64).long()
@@ -318,7 +321,8 @@ def load_market(data: str, seed: int = 0) -> Market:
     .parquet        as the .csv, dates as index or first column (needs pandas and pyarrow)
 
     Prices should be adjusted for splits and dividends. ValueError that names the row: prices that
-    are missing or not above zero, dates out of order.
+    are missing or not above zero, dates out of order. A stock that was not traded on all dates
+    cannot be among them.
     """
     if data == "random_walk":
         days = np.arange("1990-01-01", "2023-01-01", dtype="datetime64[D]")
@@ -344,6 +348,8 @@ def load_market(data: str, seed: int = 0) -> Market:
     except UNREADABLE as error:
         raise ValueError(f"{data}: {error}".partition("\n")[0]) from None
     _check(data, dates, names, close)
+    if data not in SHIPPED:
+        _say_jump(data, dates, names, close)
     if (dates == dates.astype("datetime64[D]")).all():
         dates = dates.astype("datetime64[D]")
     return Market(dates, tuple(map(str, names)), close)
@@ -367,7 +373,8 @@ def _read_csv(path: Path) -> tuple[Any, Any, np.ndarray]:
                 dates.append(np.datetime64(line[0]))
                 close.append([float(word or "nan") for word in line[1:]])
             except ValueError as error:
-                raise ValueError(f"row {number} after the header: {error}") from None
+                wish = "a row is a date, 2019-01-31, and a price of each stock, with commas between"
+                raise ValueError(f"row {number} after the header: {error}; {wish}") from None
     return dates, header[1:], np.array(close, np.float64)
 
 
@@ -393,13 +400,16 @@ def _check(source: str, dates: np.ndarray, names: Any, close: np.ndarray) -> Non
         raise ValueError(
             f"{source}: prices of shape {close.shape} for {len(dates)} dates, {len(names)} stocks"
         )
-    if {"open", "high", "low"} <= {str(name).lower() for name in names}:
-        what = "one stock's open, high, low; a column must be a stock's closing prices"
-        raise ValueError(f"{source}: the columns are {what}")
+    columns = {str(name).lower() for name in names}
+    if "volume" in columns or {"open", "high", "low"} <= columns:
+        wish = "one of open, high, low and volume; each must be a stock's closing prices"
+        raise ValueError(f"{source}: a column is {wish}")
     order = np.diff(dates) <= np.timedelta64(0)
     bad = ~(np.isfinite(close) & (close > 0))
     if np.isnat(dates).any():
         row, what = int(np.isnat(dates).argmax()), "the date is missing"
+    elif (no_year := dates >= np.datetime64("10000")).any():  # 20220101, or seconds since 1970
+        row, what = int(no_year.argmax()), "the date is not written as 2019-01-31"
     elif order.any():
         row = int(order.argmax()) + 1
         what = f"{dates[row]} comes after {dates[row - 1]}; the oldest must be first, each once"
@@ -411,6 +421,17 @@ def _check(source: str, dates: np.ndarray, names: Any, close: np.ndarray) -> Non
     else:
         return
     raise ValueError(f"{source}, row {row + 1} of the data: {what}")
+
+
+def _say_jump(source: str, dates: np.ndarray, names: Any, close: np.ndarray) -> None:
+    """A line on the terminal, in a run's first process, if a price may ignore a split."""
+    change = close[1:] / close[:-1]
+    jump = abs(np.log(change))
+    if jump.max(initial=0.0) < np.log(1.8) or multiprocessing.parent_process() is not None:
+        return
+    row, stock = np.unravel_index(jump.argmax(), jump.shape)
+    what = f"{names[stock]} changes by {100 * change[row, stock] - 100:+.0f} % on {dates[row + 1]}"
+    print(f"{source}: {what}; is that a split for which it is not adjusted?", file=sys.stderr)
 
 
 def random_walk(dates: np.ndarray, stocks: int, seed: int) -> Market:

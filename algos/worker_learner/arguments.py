@@ -200,8 +200,8 @@ def saved_args(given: RunArgs, script: str) -> RunArgs:
         unsaid = value == field.default and flag(name) not in typed
         if name == "pause_at" or unsaid or value in (before, again.get(name, before)):
             continue
-        if name != "total_steps":
-            raise UserError(f"{flag(name)} is {value}, but a resumed run has its own; leave it out")
+        if name != "total_steps" or value < before:
+            raise UserError(f"{flag(name)} is {value}, but a resumed run has its own ({before})")
         saved.total_steps = value
         jumps = "every schedule that follows it (learning rate, exploration, beta) jumps"
         tell(f"--total-steps was {before} and is now {value}: {jumps}.")

@@ -342,10 +342,10 @@ def score(agent: nn.Module, envs: vec_envs.VecEnv, seed: int) -> tuple[float, fl
 
 
 def compare_returns(envs: vec_envs.VecEnv) -> str:
-    """A line with what simple policies get there, where it is known; else nothing."""
+    """What simple policies get there, where it is known; whether returns are sums over agents."""
     known = ", ".join(f"{policy} {value:.1f}" for policy, value in envs.known_returns.items())
-    many = "" if envs.num_agents is None else " (sum over agents)"
-    return known and f"To compare{many}: {known}.\n"
+    known = known and f"To compare: {known}.\n"
+    return known if envs.num_agents is None else f"Returns are sums over the agents.\n{known}"
 
 
 def _make_envs(args: RunArgs, num_envs: int, seed: int, device: Any = "cpu") -> vec_envs.VecEnv:
