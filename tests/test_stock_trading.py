@@ -462,7 +462,7 @@ def test_a_file_as_people_have_it(tmp_path, monkeypatch):
         vec_envs.make("StockTrading", 1, data="~/a,b.CSV")
     header = ("Date", "Open", "High", "Low", "Close", "Adj Close", "Volume")
     path = write(tmp_path / "yahoo.csv", [[*row, "1", "1", "1", "9"] for row in ROWS], header)
-    with pytest.raises(ValueError, match=r"yahoo.csv: a column is one of open, high, low and volume"):
+    with pytest.raises(ValueError, match=r"yahoo.csv: a column is one of open, high, low and vol"):
         vec_envs.make(f"StockTrading,data={path},{cuts}", 1)
 
 
