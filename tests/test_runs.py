@@ -748,17 +748,17 @@ files.LOCK_SECONDS = 0; files.lock(pathlib.Path({str(tmp_path)!r}))"""
     assert subprocess.run(command, cwd=ROOT).returncode == 0
 
 
-def test_a_flag_counts_on_resume_even_if_it_is_the_default(tmp_path, monkeypatch):
+def test_a_flag_counts_on_resume_even_if_it_is_the_default(tmp_path):
     saved = {"script": "ppo", "args": dataclasses.asdict(ppo.Args(total_steps=500))}
     (tmp_path / "args.json").write_text(json.dumps(saved))
     default = ppo.Args().total_steps
     given = ppo.Args(resume=str(tmp_path), total_steps=default)
     for flag, steps in (("--total_steps", default), ("--total-steps=1", default), ("--x", 500)):
-        monkeypatch.setattr("algos.worker_learner.arguments.TYPED", [flag])
+        given.typed = [flag]
         assert saved_args(given, "ppo").total_steps == steps
 
 
-def test_what_the_run_has_replaced_may_be_said_again(tmp_path, monkeypatch):
+def test_what_the_run_has_replaced_may_be_said_again(tmp_path):
     """As torchrun does when it starts learners again: `--device auto` is cpu in what was saved.
 
     Nor does it matter where the folder was, when it was made.
@@ -770,17 +770,17 @@ def test_what_the_run_has_replaced_may_be_said_again(tmp_path, monkeypatch):
     again = {"device": "auto", "env_device": "same", "num_envs": 0, "run_dir": str(tmp_path)}
     again |= {"torch_threads": 0, "compile": "auto"}
     given = ppo.Args(resume=str(tmp_path), **again)
-    words = [f"--{name.replace('_', '-')}={value}" for name, value in again.items()]
-    monkeypatch.setattr("algos.worker_learner.arguments.TYPED", words)
+    given.typed = [f"--{name.replace('_', '-')}={value}" for name, value in again.items()]
     assert saved_args(given, "ppo") == ppo.Args(**was, run_dir=str(tmp_path))
 
 
-def test_a_negated_flag_is_not_ignored_on_resume(tmp_path, monkeypatch):
+def test_a_negated_flag_is_not_ignored_on_resume(tmp_path):
     saved = {"script": "sac", "args": dataclasses.asdict(sac.Args())}
     (tmp_path / "args.json").write_text(json.dumps(saved))
-    monkeypatch.setattr("algos.worker_learner.arguments.TYPED", ["--no-save-replay"])
+    given = sac.Args(resume=str(tmp_path), save_replay=False)
+    given.typed = ["--no-save-replay"]
     with pytest.raises(UserError, match="--save-replay is False, but a resumed run has its own"):
-        saved_args(sac.Args(resume=str(tmp_path), save_replay=False), "sac")
+        saved_args(given, "sac")
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,6 @@ import vec_envs
 from vec_envs.core import ContractError, available_cores
 
 STAMP = "%Y%m%d-%H%M%S"  # of a run folder's default name
-TYPED: list[str] = []  # the command line, where `parse` has read one: not that of another program
 
 
 class UserError(Exception):
@@ -34,6 +33,7 @@ class UserError(Exception):
 class RunArgs:
     """The command line that every script shares, what is typed most often first."""
 
+    typed = ()  # its words, where there is one
     env: str = "Ant"
     """environment: a name of vec_envs, a Gymnasium id, or package:Id-v0 (,option=value ...)"""
     total_steps: int = 1_000_000
@@ -101,12 +101,10 @@ RUN_LIMITS = {
     "max_grad_norm": (1e-9, None),
 }
 
-# What N learners divide among themselves, where a script has it.
-SHARED = "num_envs", "num_workers", "minibatch_size", "batch_size"
+SHARED = "num_envs", "num_workers", "minibatch_size", "batch_size"  # N learners divide them
 
 # What a run replaces by its choice for the machine: --resume takes these beside what was chosen.
-AUTO = {"device": "auto", "env_device": "same", "num_envs": 0, "torch_threads": 0}
-AUTO |= {"compile": "auto"}
+AUTO = dict(device="auto", env_device="same", num_envs=0, torch_threads=0, compile="auto")
 
 
 def flag(name: str) -> str:
@@ -193,7 +191,7 @@ def saved_args(given: RunArgs, script: str) -> RunArgs:
         raise UserError(f"--resume {given.resume}: {path} cannot be read ({error})") from None
     if (made_by := content["script"]) != script:
         raise UserError(f"--resume {given.resume}: that run is of {made_by}, not {script}")
-    typed = {re.sub("^--no-", "--", word.partition("=")[0].replace("_", "-")) for word in TYPED}
+    typed = {re.sub("^--no-", "--", x.partition("=")[0].replace("_", "-")) for x in given.typed}
     again = {**AUTO, "run_dir": given.resume, "resume": given.resume}
     for field in dataclasses.fields(given):
         name, value, before = field.name, getattr(given, field.name), getattr(saved, field.name)
@@ -220,11 +218,13 @@ def parse(args_class: type[RunArgs], tuned: dict[str, dict[str, Any]]) -> RunArg
     own = {} if given.resume else tuned.get(vec_envs.base_name(given.env), {})
     sys.excepthook = say_in_one_sentence
     text = f"{args_class.__doc__} The defaults shown are those for --env {given.env}."
-    TYPED[:] = [
+    words = [
         re.sub(r"(^|=)(\d+\.?\d*e\+?\d)$", lambda x: f"{x[1]}{float(x[2]):.15g}", word)
         for word in sys.argv[1:]  # 2.5e6 is a whole number, too
     ]
-    return tyro.cli(args_class, args=TYPED, default=args_class(**own), description=text)
+    args = tyro.cli(args_class, args=words, default=args_class(**own), description=text)
+    args.typed = words
+    return args
 
 
 def say_in_one_sentence(kind: type[BaseException], error: BaseException, trace: Any) -> None:
