@@ -10,7 +10,7 @@ envs, replay buffer and random generator in it. How learners come and go: algos/
 """
 
 import contextlib
-import dataclasses
+import copy
 import importlib
 import itertools
 import os
@@ -136,16 +136,16 @@ def restarted_args(args: RunArgs, script: str) -> RunArgs:
     The command is the same each time: where its run folder holds a run, that is resumed. The time
     in a folder's default name is that of the first start, which torchrun's store remembers.
     """
-    run = next(_RUNS)
+    args, run = copy.copy(args), next(_RUNS)
     if args.resume:
         return args
     if not args.run_dir:
         if (store := _engines_store()) is None:
             raise UserError("--run-dir is empty; learners that are started again need to know it")
         stamp = store.compare_set(f"crane_rl/{run}", "", time.strftime(STAMP)).decode()
-        args = dataclasses.replace(args, run_dir=default_run_dir(args, script, stamp))
-    exists = from_learner_0((Path(args.run_dir) / "args.json").exists())
-    return dataclasses.replace(args, resume=args.run_dir) if exists else args
+        args.run_dir = default_run_dir(args, script, stamp)
+    args.resume = args.run_dir if from_learner_0(Path(args.run_dir, "args.json").exists()) else ""
+    return args
 
 
 def _engines_store() -> distributed.Store | None:
