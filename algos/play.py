@@ -61,7 +61,7 @@ class Args:
     video: str = ""
     """film the best of three episodes into this .mp4 or .gif file (.png: the end of one)"""
     seconds: float = 10.0
-    """of the film, at most; short episodes are followed by the next ones for three seconds"""
+    """of the film, at most; short episodes are followed by the next ones for two seconds"""
     width: int = 0
     """of its pictures (0: at most 320 in a .gif, 640 in an .mp4)"""
     show: bool = False
@@ -196,7 +196,7 @@ def film(args: Args, saved: dict) -> None:
     best = max(scores, key=lambda seed: scores[seed][0])
     every = math.ceil(1 / (seconds_per_step(env) * FASTEST_FILM[kind]))  # steps a picture
     seconds = every * seconds_per_step(env)
-    count = math.ceil(min(max(scores[best][2] / every, 3 / seconds), args.seconds / seconds))
+    count = math.ceil(min(max(scores[best][2] / every, 2 / seconds), args.seconds / seconds))
     width = args.width or WIDTH[kind]
     if hasattr(env, "painter"):  # to draw small pictures is faster than to shrink large ones
         env.painter.size = round(width * 0.75), width

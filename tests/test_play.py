@@ -320,7 +320,7 @@ def test_an_mp4(runs, tmp_path, capsys):
         assert reader.get_meta_data()["fps"] == 50
         assert reader.get_meta_data()["size"] == (600, 400)
         pictures = np.stack([picture for picture in reader])
-    assert len(pictures) == min(max(steps, 150), 500)  # at least three seconds of 50
+    assert len(pictures) == min(max(steps, 100), 500)  # at least two seconds of 50
     assert_is_a_film(pictures)
 
 
