@@ -61,7 +61,7 @@ class Args:
     video: str = ""
     """film the best of three episodes into this .mp4 or .gif file (.png: the end of one)"""
     seconds: float = 10.0
-    """of the film, at most; short episodes are followed by the next ones for two seconds"""
+    """of the film, at most (an episode of less than two is followed by the next ones)"""
     width: int = 0
     """of its pictures (0: at most 320 in a .gif, 640 in an .mp4)"""
     show: bool = False
@@ -218,8 +218,8 @@ def film(args: Args, saved: dict) -> None:
                 obs, *_ = env.step(agent(obs))
     env.close()
     print(
-        f"{args.video}: {count} pictures, {count * seconds:.1f} seconds of the best of {FILMED} "
-        f"episodes (seed {best}): return {scores[best][0]:.2f} in {scores[best][2]:.0f} steps"
+        f"{args.video}: {count} pictures, {count * seconds:.1f} seconds, first the best of "
+        f"{FILMED} episodes (seed {best}): return {scores[best][0]:.2f} in {scores[best][2]:.0f} steps"
     )
 
 

@@ -323,7 +323,9 @@ SECTIONS = {
     **{"hterm": hterm, "workers": workers, "learners": learners},
 }
 NEEDS = {  # packages of the others that a section measures
-    **{"as_it_comes": ("stable_baselines3", "sbx"), "env": ("envpool",), "particles": ("mpe2",)},
+    "as_it_comes": ("stable_baselines3", "sbx"),
+    "env": ("envpool",),
+    "particles": ("mpe2",),
     "agents": ("stable_baselines3", "supersuit", "mpe2"),
 }
 

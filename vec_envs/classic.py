@@ -42,10 +42,8 @@ class ClassicEnv(VecEnv):
 
     def __init__(self, num_envs: int, device: torch.device | str = "cpu", seed: int = 0):
         theirs = gymnasium.make(self.gymnasium_id)
-        spaces, steps = (
-            (theirs.observation_space, theirs.action_space),
-            theirs.spec.max_episode_steps,
-        )
+        spaces = theirs.observation_space, theirs.action_space
+        steps = theirs.spec.max_episode_steps
         super().__init__(type(self).__name__, num_envs, device, seed, *spaces, steps)
         self.dtype = self.cpu_dtype if self.device.type == "cpu" else torch.float32
         self.state = torch.zeros(num_envs, self.state_dim, dtype=self.dtype, device=self.device)

@@ -194,7 +194,7 @@ class VecEnv(VectorEnv):
         return self._first_observation()
 
     def _first_observation(self) -> tuple[Tensor, dict]:
-        """The end of a reset."""
+        """The end of a reset: statistics from zero, the first observation, which is checked."""
         # Not in place: the last step's info may hold them.
         self._returns, self._lengths = (torch.zeros_like(x) for x in (self._returns, self._lengths))
         self.obs = self._observe()

@@ -140,7 +140,7 @@ class GymEnv(Outside, VecEnv):
         except ValueError:
             first.close()
             raise
-        say_what_is_flattened(name, observation, action)
+        introduce(name, observation, action)
         envs = [first, *(make_one() for _ in range(num_envs - 1))]
         self._outside([_FlatEnv(name, env) for env in envs], seed)
 
@@ -295,8 +295,8 @@ def _choices(space: Discrete | MultiDiscrete | MultiBinary) -> tuple[int, ...]:
     return tuple(space.nvec.flatten().tolist())
 
 
-def say_what_is_flattened(name: str, observation: gymnasium.Space, action: gymnasium.Space) -> None:
-    """One line on the terminal, in the first process of a run only; also of an env that is here."""
+def introduce(name: str, observation: gymnasium.Space, action: gymnasium.Space) -> None:
+    """A line on the terminal, in a run's first process: what is flattened, and a better name."""
     said = []
     if (own := name.rpartition("-v")[0]) in NAMES:
         said.append(f"--env {own} is its newest version here, faster, with the scripts' settings")

@@ -26,11 +26,11 @@ from vec_envs.gym import (
     flat_box,
     flattener,
     in_words,
+    introduce,
     maker,
     number,
     one_choice,
     own_action,
-    say_what_is_flattened,
 )
 
 PETTINGZOO = "pettingzoo:"  # the prefix of a module with a `parallel_env`
@@ -64,7 +64,7 @@ class MultiAgentGymEnv(Outside, MultiAgentVecEnv):
             raise ValueError(f"{name}: it has no agents")
         for observation, action in zip(first.observation_spaces, first.action_spaces, strict=True):
             check_spaces(name, observation, action)
-        say_what_is_flattened(name, first.observation_spaces[0], first.action_spaces[0])
+        introduce(name, first.observation_spaces[0], first.action_spaces[0])
         observations = [flat_box(space) for space in first.observation_spaces]
         actions = [one_choice(space) for space in first.action_spaces]
         if len({type(space) for space in actions}) > 1:

@@ -43,7 +43,7 @@ class Result:
 
 
 class Run:
-    """One run. Its `args` are those of this learner, one of `world_size`.
+    """One training run: its folder, logs, evaluations, checkpoints, and this learner's `args`.
 
     `limits` maps an argument's name to the (smallest, largest) value allowed, None for no bound,
     where it has another than in RUN_LIMITS, or than 0 or more.
@@ -224,7 +224,7 @@ class Run:
     def close(self) -> None:
         """End the child processes and close the files; safe to call twice."""
         self.at_end.close()
-        self._state = {}  # nor does a replay buffer wait for Python to find this circle
+        self._state = {}  # frees the replay buffer now, not when Python looks for cycles
 
     def fail(self, message: Any) -> None:
         """Close, and raise a UserError."""

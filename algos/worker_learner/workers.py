@@ -263,7 +263,7 @@ class Workers:
 
 
 def _worker_main(pipe, restarts, collect, agent, columns, args, index) -> None:
-    seed = args.seed + 1_000_003 * (index + 1) + 7919 * restarts  # its own, a successor's too
+    seed = args.seed + 1_000_003 * (index + 1) + 7919 * restarts  # another for each restart
     envs = _make_envs(args, args.num_envs, seed % 2**31)
     collect = compiled_rollout(collect, envs, args, len(columns["done"]))
     if restarts:
