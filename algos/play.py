@@ -218,8 +218,8 @@ def film(args: Args, saved: dict) -> None:
                 obs, *_ = env.step(agent(obs))
     env.close()
     print(
-        f"{args.video}: {count} pictures, {count * seconds:.1f} seconds, first the best of "
-        f"{FILMED} episodes (seed {best}): return {scores[best][0]:.2f} in {scores[best][2]:.0f} steps"
+        f"{args.video}: {count} pictures, {count * seconds:.1f} seconds from the best of {FILMED} "
+        f"episodes (seed {best}): return {scores[best][0]:.2f} in {scores[best][2]:.0f} steps"
     )
 
 

@@ -364,7 +364,7 @@ def test_a_film_of_chosen_length_and_size(runs, tmp_path, capsys):
     call(runs["CartPole"], video=str(tmp_path / "film.gif"), seconds=0.3, width=120)
     pictures, milliseconds = read_gif(tmp_path / "film.gif")
     assert milliseconds == 300 and pictures.shape[1:] == (80, 120, 3)
-    assert "0.3 seconds, first the best of 3 episodes" in capsys.readouterr().out
+    assert "0.3 seconds from the best of 3 episodes" in capsys.readouterr().out
 
 
 RENDER = """
