@@ -149,22 +149,21 @@ def make(saved: dict, num_envs: int, seed: int, draws: bool = False) -> tuple[nn
 def print_score(args: Args, saved: dict) -> None:
     with contextlib.redirect_stdout(sys.stderr if args.json else sys.stdout):  # environments print
         agent, env = make(saved, args.episodes, args.seed)
-        mean, std, length, returns = score(agent, env, args.seed)
+        found, returns = score(agent, env, args.seed)
     facts = {"script": saved["script"], "env": saved["args"]["env"], "run_dir": args.run_dir}
     facts |= {"checkpoint": args.checkpoint, "step": saved["step"], "seed": args.seed}
     facts |= {"others": args.others, "weights": saved["weights"]} if args.others else {}
     if args.json:
-        numbers = {"return_mean": mean, "return_std": std, "length_mean": length}
-        numbers |= {"episodes": args.episodes, "returns": returns}
-        return print(json.dumps(facts | numbers))
+        numbers = {"return_mean": found.pop("return"), "length_mean": found.pop("length"), **found}
+        return print(json.dumps(facts | numbers | {"episodes": args.episodes, "returns": returns}))
     for one in (saved, *saved["others"]):
         facts |= {"script": one["script"], "step": one["step"]}
         print("{script} on {env}, {checkpoint}.pt of step {step}, seed {seed}".format(**facts))
-    print("episode      return")
-    for number, value in enumerate(returns, 1):
-        print(f"{number:7}  {value:10.2f}")
+    print("episode      return", *(f"{i:7}  {x:10.2f}" for i, x in enumerate(returns, 1)), sep="\n")
+    mean, std, length, *agents = found.values()
     print(f"   mean  {mean:10.2f} ± {std:.2f} (standard deviation), {length:.1f} steps long")
-    print(compare_returns(env), end="")
+    agents = [f"agent {i} {value:11.2f}\n" for i, value in enumerate(agents)]  # if they differ
+    print(*agents, compare_returns(env), sep="", end="")
 
 
 def episode(agent: nn.Module, env: vec_envs.VecEnv, seed: int | None) -> Iterator[None]:
@@ -192,11 +191,11 @@ def film(args: Args, saved: dict) -> None:
     from PIL import Image
     from tqdm import trange
 
-    scores = {seed: score(agent, env, seed) for seed in range(args.seed, args.seed + FILMED)}
-    best = max(scores, key=lambda seed: scores[seed][0])
+    seeds = range(args.seed, args.seed + FILMED)
+    (mean, _, length, *_), best = max(([*score(agent, env, x)[0].values()], x) for x in seeds)
     every = math.ceil(1 / (seconds_per_step(env) * FASTEST_FILM[kind]))  # steps a picture
     seconds = every * seconds_per_step(env)
-    count = math.ceil(min(max(scores[best][2] / every, 2 / seconds), args.seconds / seconds))
+    count = math.ceil(min(max(length / every, 2 / seconds), args.seconds / seconds))
     width = args.width or WIDTH[kind]
     if hasattr(env, "painter"):  # to draw small pictures is faster than to shrink large ones
         env.painter.size = round(width * 0.75), width
@@ -219,7 +218,7 @@ def film(args: Args, saved: dict) -> None:
     env.close()
     print(
         f"{args.video}: {count} pictures, {count * seconds:.1f} seconds from the best of {FILMED} "
-        f"episodes (seed {best}): return {scores[best][0]:.2f} in {scores[best][2]:.0f} steps"
+        f"episodes (seed {best}): return {mean:.2f} in {length:.0f} steps"
     )
 
 
@@ -227,7 +226,7 @@ def still(args: Args, agent: nn.Module, env: vec_envs.VecEnv) -> None:
     """The last picture of an episode; of StockTrading, the curve of its assets."""
     import imageio
 
-    steps = int(score(agent, env, args.seed)[2])  # of this very episode
+    steps = int(score(agent, env, args.seed)[0]["length"])  # of this very episode
     for step, _ in enumerate(episode(agent, env, args.seed), 1):
         if step == steps or step % max(1, steps // 50) == 0:  # the curve has 50 points
             picture = draw(env)

@@ -172,5 +172,5 @@ def test_it_learns(script, echo, tmp_path):
     spaces = (envs,) if many else (envs.single_observation_space, envs.single_action_space)
     agent = module.Agent(*spaces, module.Args(**saved["args"]))
     agent.load_state_dict(saved["agent"])
-    mean = score(agent.eval().requires_grad_(False), envs, seed=1)[0]
+    mean = score(agent.eval().requires_grad_(False), envs, seed=1)[0]["return"]
     assert mean > 0.6 * (envs.num_agents or 1)  # of 1 each; without learning 0

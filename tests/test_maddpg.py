@@ -340,7 +340,14 @@ def test_opponents_and_play(tmp_path, capsys):
     args = maddpg.Args(**TINY, env=env, total_steps=120, warmup_steps=40, run_dir=run_dir)
     maddpg.train(args)
     play.main(play.Args(run_dir, checkpoint="last", episodes=2))
-    assert "25.0 steps long" in capsys.readouterr().out
+    mean, *agents, _ = capsys.readouterr().out.splitlines()[-6:]
+    assert "25.0 steps long" in mean
+    assert [line.rsplit(maxsplit=1)[0] for line in agents] == [f"agent {i}" for i in range(4)]
+    each = [float(line.split()[2]) for line in agents]
+    assert sum(each) == pytest.approx(float(mean.split()[1]), abs=0.03)
+    assert each[0] == each[1] == each[2] != each[3]  # the hunters are one team
+    tags = {line.split(",")[2] for line in open(f"{run_dir}/metrics.csv")}
+    assert {f"eval/episodic_return_agent_{i}" for i in range(4)} < tags
     play.main(play.Args(run_dir, checkpoint="last", export=str(tmp_path / "policy.pt2")))
     exported = torch.export.load(tmp_path / "policy.pt2").module()
     assert exported(torch.zeros(5, 4, 16)).shape == (5, 4)

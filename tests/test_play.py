@@ -200,7 +200,7 @@ def test_an_ensemble_is_scored_filmed_and_exported_as_one(members, tmp_path, cap
     scores = json.loads(done.stdout)
     assert scores["weights"] == [0.5, 0.3, 0.2] and scores["others"] == folders[1:]
     agent, _, env = loaded(folders, (0.5, 0.3, 0.2), num_envs=3)
-    returns = play.score(agent, env, seed=4)[3]
+    returns = play.score(agent, env, seed=4)[1]
     assert scores["returns"] == returns
     options = {"others": tuple(folders[1:]), "weights": (0.5, 0.3, 0.2), "seed": 4}
     call(folders[0], **options, episodes=3)
@@ -209,9 +209,8 @@ def test_an_ensemble_is_scored_filmed_and_exported_as_one(members, tmp_path, cap
     ]
     assert [head.split()[0] for head in heads] == ["ppo", "dqn", "sac_discrete"]
     call(folders[0], **options, video=str(tmp_path / "film.gif"))
-    assert f"return {play.score(agent, loaded(folders, num_envs=1)[2], seed=4)[0]:.2f}" in (
-        capsys.readouterr().out
-    )
+    found, _ = play.score(agent, loaded(folders, num_envs=1)[2], seed=4)
+    assert f"return {found['return']:.2f}" in capsys.readouterr().out
     assert read_gif(tmp_path / "film.gif")[0].shape[1:] == (213, 320, 3)
     call(folders[0], **options, export=str(tmp_path / "policy.pt2"))
     program = torch.export.load(tmp_path / "policy.pt2").module()

@@ -675,8 +675,8 @@ def test_what_a_run_leaves(references):
         envs = vec_envs.make(args.env, args.eval_episodes)
         agent = ppo.Agent(envs.single_observation_space, envs.single_action_space, args)
         agent.load_state_dict(policy["agent"])
-        mean = score(agent, envs, seed=(args.seed + 1) * 1_000_000 + policy["step"])[0]
-        assert mean == pytest.approx(policy["return"], rel=1e-6)
+        found, _ = score(agent, envs, seed=(args.seed + 1) * 1_000_000 + policy["step"])
+        assert found["return"] == pytest.approx(policy["return"], rel=1e-6)
 
 
 def test_evaluation_changes_nothing(references, tmp_path):
@@ -1089,7 +1089,7 @@ def test_envs_of_others_do_not_repeat_themselves_after_a_resume(env):
 class Staggered:
     """Env i ends each episode after i + 1 steps, each worth 10^i."""
 
-    num_envs, max_episode_steps = 3, 99
+    num_envs, max_episode_steps, num_agents = 3, 99, None
 
     def reset(self, seed):
         self.lengths = torch.zeros(3, dtype=torch.int64)
@@ -1104,9 +1104,9 @@ class Staggered:
 
 
 def test_a_score_is_of_each_envs_first_episode():
-    mean, std, length, returns = score(torch.nn.Identity(), Staggered(), seed=0)
-    assert returns == [1, 20, 300] and length == 2
-    assert (mean, std) == pytest.approx((107, 136.6919), rel=1e-5)
+    found, returns = score(torch.nn.Identity(), Staggered(), seed=0)
+    assert returns == [1, 20, 300]
+    assert found == pytest.approx({"return": 107, "return_std": 136.6919, "length": 2}, rel=1e-5)
 
 
 def test_an_evaluations_seed_is_its_own_and_fits_in_31_bits(monkeypatch):

@@ -139,7 +139,7 @@ def collect(agent, envs, rollout):
 def test_a_compiled_rollout_is_what_the_same_envs_would_give(env):
     """But for the restart of an episode, whose random numbers are others."""
     rollouts = []
-    for how in ("none", "rollout"):
+    for how in ("none", "default"):
         args = RunArgs(env=env, num_envs=4, device="cpu", compile=how)
         run = fake_run(args)
         workers = Workers(run, collect, multi_agent=env == "Spread")
@@ -164,7 +164,7 @@ def test_a_compiled_rollout_is_what_the_same_envs_would_give(env):
 def test_runs_of_one_process_may_differ_in_their_number_of_environments():
     """torch.compile would take a number that changes for one that is not known beforehand."""
     for num_envs in (3, 4, 5):
-        args = RunArgs(env="CartPole", num_envs=num_envs, device="cpu", compile="rollout")
+        args = RunArgs(env="CartPole", num_envs=num_envs, device="cpu", compile="default")
         run = fake_run(args)
         workers = Workers(run, collect)
         workers.start(Sign(), 2)
@@ -174,7 +174,7 @@ def test_runs_of_one_process_may_differ_in_their_number_of_environments():
 @pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
 def test_a_worker_that_compiled_leaves_nothing_behind(tmp_path):
     command = [sys.executable, ROOT / "algos" / "dqn.py", "--num-envs", "2", "--num-workers", "1"]
-    command += ["--compile", "rollout", "--total-steps", "1500", "--eval-episodes", "1"]
+    command += ["--compile", "default", "--total-steps", "1500", "--eval-episodes", "1"]
     done = subprocess.run(
         [*command, "--run-dir", tmp_path / "run"], capture_output=True, text=True, timeout=300
     )

@@ -64,8 +64,8 @@ class RunArgs:
     """threads that step MuJoCo on a CPU (0: one a core, shared among the workers)"""
     torch_threads: int = 0
     """threads of tensor operations on a CPU (0: one, or up to 8 where measured to be faster)"""
-    compile: Literal["auto", "none", "rollout", "default", "graphs"] = "auto"
-    """torch.compile of short rollouts, of losses (default); CUDA graphs; auto: what pays here"""
+    compile: Literal["auto", "none", "default", "graphs"] = "auto"
+    """torch.compile of losses and short rollouts (default); CUDA graphs; auto: what pays here"""
 
 
 @dataclasses.dataclass

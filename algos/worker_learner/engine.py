@@ -32,7 +32,7 @@ def choose_compile(args: Any, device: str, resumed: bool, learners: int = 1) -> 
         return "default" if compiler and gradient_steps(args) >= WORTH_COMPILING else "none"
     if args.compile == "graphs" and (device == "cpu" or learners > 1):
         raise UserError("--compile is graphs, which needs one learner on a GPU; use default")
-    if args.compile in ("rollout", "default") and not compiler:
+    if args.compile == "default" and not compiler:
         if resumed:
             tell("Not exact: there is no C++ compiler here; the run goes on without compilation.")
             return "none"
@@ -91,7 +91,7 @@ def prepare(args: Any, world_size: int) -> None:
 
 
 def compiled(function: Callable, args: Any, dynamic: bool | None = None) -> Callable:
-    """`function` by torch.compile, for --compile rollout or default."""
+    """`function` by torch.compile, for --compile default."""
     # On a CPU random numbers are torch's: the compiler draws its own one by one.
     options = {"fallback_random": args.device == "cpu"}
     return torch.compile(function, dynamic=dynamic, options=options)
@@ -147,8 +147,7 @@ def compiled_loss(function: Callable, args: Any) -> Callable:
 
 def compiled_rollout(collect: Callable, envs: Any, args: Any, num_steps: int) -> Callable:
     """`collect`, compiled where that is asked for and the environments are tensor operations."""
-    wanted = args.compile in ("rollout", "default")
-    if not wanted or not envs.compilable or num_steps > LONGEST_COMPILED:
+    if args.compile != "default" or not envs.compilable or num_steps > LONGEST_COMPILED:
         return collect
     envs.looks = False
     return compiled(collect, args, dynamic=False)  # else another run's size in this process fails

@@ -3,10 +3,9 @@
 `torchrun --nproc-per-node N algos/ppo.py --env Ant` starts N processes. The flags describe the
 whole run: each learner has an N-th of the envs, the workers and the batch, and its own seeds and
 replay buffer; `step` counts the steps of all. They begin with learner 0's weights and average their
-gradients; what is computed over a batch (statistics of a normaliser, the mean of the advantages, a
-KL divergence) comes from `…_over_learners`: N learners do what one would do with the whole batch.
-Learner 0 evaluates, logs, prints and saves; the others save theirs as checkpoint.rankK.pt, for the
-envs, replay buffer and random generator in it. How learners come and go: algos/README.md.
+gradients; what is computed over a batch (statistics, mean advantages, a KL divergence) comes from
+`…_over_learners`: N learners do what one would do with the whole batch. Learner 0 evaluates, logs,
+prints and saves; checkpoint.rankK.pt has another's envs, replay buffer and random generator.
 """
 
 import contextlib

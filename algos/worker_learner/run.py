@@ -45,9 +45,8 @@ class Result:
 class Run:
     """One training run: its folder, logs, evaluations, checkpoints, and this learner's `args`.
 
-    `limits` maps an argument's name to the (smallest, largest) value allowed, None for no bound,
-    where it has another than in RUN_LIMITS, or than 0 or more.
-    UserError, before anything is written, for arguments that cannot be.
+    `limits`: an argument's (smallest, largest) value, None for no bound; the others' limits are in
+    RUN_LIMITS, or 0 and none. UserError, before anything is written, for a value outside of them.
     """
 
     def __init__(self, args: RunArgs, script: str, limits: dict[str, tuple] | None = None):
@@ -271,11 +270,10 @@ class Run:
             results = self._evaluator.results(wait) if self.rank == 0 else []
         except UserError as error:
             self.fail(error)
-        for step, weights, (mean, std, length) in results:
+        for step, weights, found in results:
+            self.last_return = mean = found["return"]
             if not math.isfinite(mean):
                 self.fail(f"the return of the evaluation at step {step} is {mean}")
-            self.last_return = mean
-            found = {"return": mean, "return_std": std, "length": length}
             self._write(step, "eval/episodic_", found)
             if mean > self.best_return:
                 self.best_return = mean

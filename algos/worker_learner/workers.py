@@ -298,8 +298,8 @@ class Evaluator:
             if len(self.pending) == 1:
                 self._ask()
 
-    def results(self, wait: float = 0.0) -> list[tuple[int, dict, tuple]]:
-        """What it has finished: (step, weights, (mean return, std, mean length)) each."""
+    def results(self, wait: float = 0.0) -> list[tuple[int, dict, dict]]:
+        """What it has finished: (step, weights, what `score` found) each."""
         finished = []
         while self.pending and (answer := self._child.answer(wait)) is not None:
             finished.append((*self.pending.pop(0), answer))
@@ -321,24 +321,28 @@ def _evaluator_main(pipe, restarts, agent, args) -> None:
         step = pipe.recv()
         # the seed follows from the step: evaluating one snapshot twice gives one result
         seed = ((args.seed + 1) * 1_000_000 + step) % 2**31  # more, some simulators do not take
-        pipe.send(score(agent, envs, seed=seed)[:3])
+        pipe.send(score(agent, envs, seed=seed)[0])
 
 
 @torch.no_grad()
-def score(agent: nn.Module, envs: vec_envs.VecEnv, seed: int) -> tuple[float, float, float, list]:
-    """Play one episode in each env -> mean and std of the return, mean length, all returns."""
+def score(agent: nn.Module, envs: vec_envs.VecEnv, seed: int) -> tuple[dict[str, float], list]:
+    """Play one episode in each env -> means (also of agents that differ), and all returns."""
     obs, _ = envs.reset(seed=seed)
     running = torch.ones(envs.num_envs, dtype=torch.bool)
-    returns, lengths = torch.zeros(envs.num_envs), torch.zeros(envs.num_envs)
+    returns, lengths, paid = *torch.zeros(2, envs.num_envs), 0.0
     for _ in range(min(envs.max_episode_steps, LONGEST_EVALUATION)):
-        obs, _, terminated, truncated, info = envs.step(agent(obs))
+        obs, reward, terminated, truncated, info = envs.step(agent(obs))
         returns = torch.where(running, info["episode_return"].float().cpu(), returns)
         lengths = torch.where(running, info["episode_length"].float().cpu(), lengths)
+        paid = paid + reward.cpu().t() * running  # (num_agents, num_envs)
         running &= ~(terminated | truncated).cpu()
         if not running.any():
             break
-    std = returns.std(correction=0).item()
-    return returns.mean().item(), std, lengths.mean().item(), returns.tolist()
+    std = returns.std(correction=0)
+    found = {"return": returns.mean(), "return_std": std, "length": lengths.mean()}
+    if envs.num_agents is not None and (paid != paid[0]).any():
+        found |= {f"return_agent_{i}": mean for i, mean in enumerate(paid.mean(1))}
+    return {name: x.item() for name, x in found.items()}, returns.tolist()
 
 
 def compare_returns(envs: vec_envs.VecEnv) -> str:
