@@ -160,10 +160,11 @@ def print_score(args: Args, saved: dict) -> None:
         facts |= {"script": one["script"], "step": one["step"]}
         print("{script} on {env}, {checkpoint}.pt of step {step}, seed {seed}".format(**facts))
     print("episode      return", *(f"{i:7}  {x:10.2f}" for i, x in enumerate(returns, 1)), sep="\n")
-    mean, std, length, *agents = found.values()
+    mean, std, length = (found.pop(name) for name in ("return", "return_std", "length"))
     print(f"   mean  {mean:10.2f} ± {std:.2f} (standard deviation), {length:.1f} steps long")
-    agents = [f"agent {i} {value:11.2f}\n" for i, value in enumerate(agents)]  # if they differ
-    print(*agents, compare_returns(env), sep="", end="")
+    for name, value in found.items():  # the share of successes; of agents that differ, each
+        print(f"{name.removeprefix('return_').replace('_', ' '):7}  {value:10.2f}")
+    print(compare_returns(env), end="")
 
 
 def episode(agent: nn.Module, env: vec_envs.VecEnv, seed: int | None) -> Iterator[None]:

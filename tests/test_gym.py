@@ -7,8 +7,10 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
+from gymnasium.envs.registration import EnvSpec
 from gymnasium.spaces import Box, Discrete
 
+from algos.worker_learner.workers import score
 from vec_envs import make
 from vec_envs.core import env_seeds
 from vec_envs.gym import INSTALL, NO_TIME_LIMIT, GymEnv
@@ -336,6 +338,43 @@ def test_gymnasiums_version_of_an_environment_that_is_here_names_it(capfd):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
+class Goal(gymnasium.Env):
+    """Observes its steps; action 1 is a success of that step."""
+
+    observation_space, action_space = Box(0, 9, (1,)), Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        self.steps = np.zeros(1, np.float32)
+        return self.steps, {}
+
+    def step(self, action):
+        self.steps += 1
+        info = {"is_success": np.array([action == 1])}
+        return self.steps, float(action), bool(self.steps == 3), False, info
+
+
+class At(torch.nn.Module):
+    """Action 1 when so many steps were made, in env 1 never."""
+
+    def __init__(self, step):
+        super().__init__()
+        self.step = step
+
+    def forward(self, obs):
+        return ((obs[:, 0] == self.step) & torch.tensor([True, False])).long()
+
+
+def test_success_is_that_of_an_episodes_last_step(monkeypatch):
+    monkeypatch.setitem(gymnasium.registry, "Goal-v0", EnvSpec("Goal-v0", Goal))
+    env = make("Goal-v0", 2)
+    for step, share in ((0, 0.0), (1, 0.0), (2, 0.5)):
+        found, returns = score(At(step), env, seed=0)
+        assert returns == [1, 0] and found["success"] == share
+    env = make("CartPole-v1", 2)
+    env.reset()
+    assert "success" not in env.step(torch.tensor([0, 1]))[-1]
+
+
 def test_flat_spaces_are_no_news(counting, capfd):
     for name in ("counting:Counter-v0", "FrozenLake-v1", "LunarLanderContinuous-v3"):
         make(name, 1)

@@ -516,6 +516,7 @@ def test_smac_step_by_step(smac):
         assert reward.tolist() == [[pytest.approx(gained / 3)] * 3] * 2
         assert info["episode_return"].tolist() == pytest.approx([total] * 2)
         assert terminated.tolist() == [over] * 2 and not truncated.any()
+        assert info["success"].tolist() == [over] * 2  # the battle was won
         assert info["final_state"][0].tolist() == [step + 1, step + 1, 1, 2, 3]
         assert info["final_obs"][0, 2, 0] == step + 1
     env.reset(seed=9)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from algos import ppo
-from algos.worker_learner import parse
+from algos.worker_learner import Run, parse
 
 ALGOS = Path(__file__).parent.parent / "algos"
 SCRIPTS = ["a2c", "ppo", "ppo_hterm"]
@@ -189,6 +189,14 @@ def test_help_that_nobody_reads():
 
 @pytest.mark.parametrize(("script", "env"), RUNS)
 def test_short_run(script, env, tmp_path, capsys, monkeypatch):
+    called = {"log_episodes": [], "evaluate": [], "checkpoint": []}
+    for name in called:
+
+        def method(run, step, *rest, name=name, originals=vars(Run).copy()):
+            called[name].append(step)
+            originals[name](run, step, *rest)
+
+        monkeypatch.setattr(Run, name, method)
     folder = tmp_path / "run"
     flags = ["--env", env, "--num-envs", 4, "--total-steps", 500, "--run-dir", folder]
     if "_hterm" not in script or script in SCRIPTS:
@@ -199,6 +207,8 @@ def test_short_run(script, env, tmp_path, capsys, monkeypatch):
         flags += ["--log-every", 64]
     run(script, flags, monkeypatch)
     assert re.search("Done: 5(00|12) steps", capsys.readouterr().out)
+    every_step = sorted(set(called["evaluate"]))  # each is called once in an iteration
+    assert len(every_step) > 1 and list(called.values()) == [every_step] * 3
     assert "losses/" in (folder / "metrics.csv").read_text()
     for name in ("args.json", "metrics.csv", "checkpoint.pt", "best.pt", "last.pt"):
         assert (folder / name).exists(), name

@@ -47,7 +47,8 @@ class Outside:
     """What `GymEnv` and `MultiAgentGymEnv` have in common: the environments are not ours.
 
     Each of `_envs` has `reset(seed, options)`, `step(action)` -> reward (or one an agent),
-    terminated, truncated, and `env`, the environment itself.
+    terminated, truncated, and `env`, the environment itself; `success` of the last step is None
+    where the env does not say it.
     """
 
     exact_resume = False  # a simulator that is not ours cannot be saved
@@ -74,6 +75,14 @@ class Outside:
         for env, env_seed in zip(self._envs, seeds, strict=True):
             env.reset(env_seed, options)
         return self._first_observation()
+
+    def step(self, action: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, dict[str, Any]]:
+        """As `VecEnv.step`; info["success"] (N,) is there where the envs say it."""
+        *result, info = super().step(action)
+        said = [env.success for env in self._envs]
+        if any(success is not None for success in said):
+            info["success"] = torch.tensor([success or 0.0 for success in said], device=self.device)
+        return *result, info
 
     def _restart(self, mask: Tensor) -> None:
         for index in mask.nonzero().flatten().tolist():
@@ -151,6 +160,8 @@ class GymEnv(Outside, VecEnv):
 class _FlatEnv:
     """One Gymnasium env; `seen` is its present observation, flat, float32."""
 
+    success: float | None = None
+
     def __init__(self, name: str, env: gymnasium.Env):
         self.env, self.action_space = env, env.action_space
         self.flat = flattener(name, env.observation_space)
@@ -161,8 +172,10 @@ class _FlatEnv:
 
     def step(self, action: np.ndarray) -> tuple[float, bool, bool]:
         given = own_action(action, self.action_space)
-        observation, reward, terminated, truncated, _ = self.env.step(given)
+        observation, reward, terminated, truncated, info = self.env.step(given)
         self.seen = self.flat(observation)
+        for name in ("is_success", "success"):  # gymnasium_robotics, panda_gym; Meta-World
+            self.success = float(np.mean(info[name])) if name in info else self.success
         return number(reward), bool(terminated), bool(truncated)
 
 

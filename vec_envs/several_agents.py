@@ -135,6 +135,7 @@ class _PettingZooEnv:
     """
 
     action_masks: list[np.ndarray | None] | None = None
+    success: float | None = None
 
     def __init__(self, name: str, env: Any):
         self.env, self.agents = env, env.possible_agents
@@ -243,6 +244,7 @@ class _SmacEnv(_PettingZooEnv):
     def step(self, actions: np.ndarray) -> tuple[list[float], bool, bool]:
         alive = [observation is not None for observation in self.observations]
         reward, over, info = self.env.step(np.where(alive, actions, 0).tolist())
+        self.success = float(info.get("battle_won", False))
         self._look()
         # Without any info the game was lost, and SMAC has started another.
         truncated = bool(over) and (not info or bool(info.get("episode_limit")))

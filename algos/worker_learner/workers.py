@@ -328,18 +328,18 @@ def _evaluator_main(pipe, restarts, agent, args) -> None:
 def score(agent: nn.Module, envs: vec_envs.VecEnv, seed: int) -> tuple[dict[str, float], list]:
     """Play one episode in each env -> means (also of agents that differ), and all returns."""
     obs, _ = envs.reset(seed=seed)
-    running = torch.ones(envs.num_envs, dtype=torch.bool)
-    returns, lengths, paid = *torch.zeros(2, envs.num_envs), 0.0
+    running, paid, last = torch.ones(envs.num_envs, dtype=torch.bool), 0.0, {}
     for _ in range(min(envs.max_episode_steps, LONGEST_EVALUATION)):
         obs, reward, terminated, truncated, info = envs.step(agent(obs))
-        returns = torch.where(running, info["episode_return"].float().cpu(), returns)
-        lengths = torch.where(running, info["episode_length"].float().cpu(), lengths)
+        for name in {"episode_return", "episode_length", "success"} & info.keys():
+            last[name] = torch.where(running, info[name].float().cpu(), last.get(name, 0.0))  # (N,)
         paid = paid + reward.cpu().t() * running  # (num_agents, num_envs)
         running &= ~(terminated | truncated).cpu()
         if not running.any():
             break
-    std = returns.std(correction=0)
-    found = {"return": returns.mean(), "return_std": std, "length": lengths.mean()}
+    returns, std = last["episode_return"], last["episode_return"].std(correction=0)
+    found = {"return": returns.mean(), "return_std": std, "length": last["episode_length"].mean()}
+    found |= {"success": last["success"].mean()} if "success" in last else {}
     if envs.num_agents is not None and (paid != paid[0]).any():
         found |= {f"return_agent_{i}": mean for i, mean in enumerate(paid.mean(1))}
     return {name: x.item() for name, x in found.items()}, returns.tolist()
