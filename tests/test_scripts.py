@@ -190,9 +190,10 @@ def test_help_that_nobody_reads():
 @pytest.mark.parametrize(("script", "env"), RUNS)
 def test_short_run(script, env, tmp_path, capsys, monkeypatch):
     called = {"log_episodes": [], "evaluate": [], "checkpoint": []}
+    originals = dict(vars(Run))
     for name in called:
 
-        def method(run, step, *rest, name=name, originals=vars(Run).copy()):
+        def method(run, step, *rest, name=name):
             called[name].append(step)
             originals[name](run, step, *rest)
 
