@@ -393,11 +393,15 @@ def test_a_volume_is_no_stock(tmp_path):
         load_market(path)
 
 
-def test_a_split_without_adjustment_is_named(tmp_path, capsys):
+def test_splits_and_missing_weeks_are_named(tmp_path, capsys):
     rows = [["2020-01-01", "10", "20"], ["2020-01-02", "11", "10"], ["2020-01-03", "12", "11"]]
     load_market(write(tmp_path / "split.csv", rows))
     said = capsys.readouterr().err
-    assert "B changes by -50 % on 2020-01-02" in said and said.count("\n") == 1
+    assert "B changes by -50 % on 2020-01-02; is that a split" in said and said.count("\n") == 1
+    rows[1:] = [["2020-01-15", "11", "21"], ["2021-03-01", "12", "22"], ["2021-03-02", "12", "22"]]
+    load_market(write(tmp_path / "gap.csv", rows))
+    said = capsys.readouterr().err
+    assert said.endswith("gap.csv: there are no prices between 2020-01-15 and 2021-03-01\n")
     load_market(write(tmp_path / "prices.csv", ROWS))
     assert not capsys.readouterr().err
 

@@ -50,6 +50,7 @@ from vec_envs.core import VecEnv, env_seeds
 
 SHIPPED = {"sp500": "sp500_dataset.csv.gz", "sp500_index": "sp500_index.csv.gz"}  # by skfolio
 TURBULENCE_ROWS = 252
+LONGEST_HOLIDAY = 14  # days without prices that are nothing to speak of
 UNREADABLE = KeyError, ValueError, ImportError, EOFError, zipfile.BadZipFile, zlib.error, csv.Error
 
 
@@ -348,10 +349,10 @@ def load_market(data: str, seed: int = 0) -> Market:
     except UNREADABLE as error:
         raise ValueError(f"{data}: {error}".partition("\n")[0]) from None
     _check(data, dates, names, close)
-    if data not in SHIPPED:
-        _say_jump(data, dates, names, close)
     if (dates == dates.astype("datetime64[D]")).all():
         dates = dates.astype("datetime64[D]")
+    if data not in SHIPPED:
+        _say_doubts(data, dates, names, close)
     return Market(dates, tuple(map(str, names)), close)
 
 
@@ -423,15 +424,22 @@ def _check(source: str, dates: np.ndarray, names: Any, close: np.ndarray) -> Non
     raise ValueError(f"{source}, row {row + 1} of the data: {what}")
 
 
-def _say_jump(source: str, dates: np.ndarray, names: Any, close: np.ndarray) -> None:
-    """A line on the terminal, in a run's first process, if a price may ignore a split."""
-    change = close[1:] / close[:-1]
-    jump = abs(np.log(change))
-    if jump.max(initial=0.0) < np.log(1.8) or multiprocessing.parent_process() is not None:
+def _say_doubts(source: str, dates: np.ndarray, names: Any, close: np.ndarray) -> None:
+    """Lines on the terminal, in a run's first process: a split, missing weeks?"""
+    if multiprocessing.parent_process() is not None:
         return
-    row, stock = np.unravel_index(jump.argmax(), jump.shape)
-    what = f"{names[stock]} changes by {100 * change[row, stock] - 100:+.0f} % on {dates[row + 1]}"
-    print(f"{source}: {what}; is that a split for which it is not adjusted?", file=sys.stderr)
+    change, days = close[1:] / close[:-1], np.diff(dates) / np.timedelta64(1, "D")
+    jump = abs(np.log(change))
+    if jump.max(initial=0.0) > np.log(1.8):
+        row, stock = np.unravel_index(jump.argmax(), jump.shape)
+        what = f"{100 * change[row, stock] - 100:+.0f} % on {dates[row + 1]}; is that a split"
+        print(
+            f"{source}: {names[stock]} changes by {what} for which it is not adjusted?",
+            file=sys.stderr,
+        )
+    if days.max(initial=0.0) > LONGEST_HOLIDAY:
+        between = " and ".join(map(str, dates[days.argmax() :][:2]))
+        print(f"{source}: there are no prices between {between}", file=sys.stderr)
 
 
 def random_walk(dates: np.ndarray, stocks: int, seed: int) -> Market:
