@@ -175,7 +175,9 @@ class _FlatEnv:
         observation, reward, terminated, truncated, info = self.env.step(given)
         self.seen = self.flat(observation)
         for name in ("is_success", "success"):  # gymnasium_robotics, panda_gym; Meta-World
-            self.success = float(np.mean(info[name])) if name in info else self.success
+            said = np.asarray(info.get(name))
+            if said.size == 1 and said.dtype.kind in "biuf":  # not where it is None, or a text
+                self.success = float(said.item())
         return number(reward), bool(terminated), bool(truncated)
 
 
