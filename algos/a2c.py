@@ -9,16 +9,16 @@ synchronous form. With the advantage Â_t and the return R_t = Â_t + V(s_t), bo
     python algos/a2c.py --env CartPole       discrete actions
     python algos/a2c.py --env HalfCheetah    continuous actions (Box)
 
-A rollout is used once and thrown away; ppo.py takes many steps on it. What differs from the paper:
+A rollout is used once, then thrown away (ppo.py: several passes). What differs from the paper:
 - all environments step together, and one gradient is computed from all (paper: many threads);
 - Â_t is by `gae`; the paper's n-step return is the case λ = 1;
-- observations are normalised, rewards divided by the standard deviation of their return, by
-  running statistics, and both clipped to ±10; the statistics are saved with the agent, frozen at
-  evaluation and fixed within an iteration;
+- by running statistics, observations are normalised and rewards are divided by the standard
+  deviation of the return; both are clipped to ±10; the statistics are saved with the agent, frozen
+  in evaluation and fixed within an iteration;
 - a truncated episode bootstraps from the value of its true last observation (`gae`);
-- orthogonal weights, a last layer of the actor near zero, σ does not depend on the state;
-- actor and critic share no layer (as in its MuJoCo tasks), gradients are clipped to a norm, c_H is
-  0 (0.01 on Atari).
+- orthogonal initial weights, the actor's last layer near zero; σ does not depend on the state;
+- actor and critic share no layer (as in the paper's MuJoCo tasks); the norm of the gradient is
+  clipped; c_H is 0 (0.01 on Atari).
 """
 
 from dataclasses import dataclass
@@ -50,21 +50,21 @@ class Args(RunArgs):
     num_steps: int = 5
     """steps of each environment in a rollout"""
     learning_rate: float = 1e-3
-    """of RMSProp, for actor and critic, annealed linearly to zero"""
+    """RMSProp's learning rate for actor and critic, annealed linearly to zero"""
     gamma: float = 0.99
     """γ, the discount factor"""
     gae_lambda: float = 0.95
-    """λ of the advantage estimator: 0 trusts the critic, 1 the returns"""
+    """λ of the advantage estimator: 0 relies on the critic, 1 on the sampled returns"""
     value_coef: float = 0.5
     """c_V, weight of the value loss"""
     entropy_coef: float = 0.0
     """c_H, weight of the entropy bonus"""
     max_grad_norm: float = 0.5
-    """largest norm of the gradient, which is clipped to it"""
+    """maximum norm of the gradient; a larger gradient is scaled down to it"""
     hidden_size: int = 64
     """width of the two hidden layers of actor and critic"""
     initial_log_std: float = 0.0
-    """logarithm of the first standard deviation, in units of half the action range"""
+    """log of the initial standard deviation, which is in units of half the action range"""
 
 
 LIMITS = {"initial_log_std": (-10, 10)}

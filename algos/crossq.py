@@ -12,11 +12,11 @@ Bhatt, Palenicek, Belousov, Argus, Amiranashvili, Brox, Peters 2024, arXiv:1902.
 
 What differs from sac.py:
 - `BatchRenorm` before each layer of actor and critics (Ioffe 2017, arXiv:1702.03275). A network
-  uses the batch's statistics only while it is updated, a' and the Q of L(π) running ones.
+  uses the batch's statistics only while it is updated; a' and the Q of L(π) use running ones.
 - `critic_loss`: the one pass; no target networks. `update`: the steps of actor and α are delayed.
 - Half the warm-up, wide critics, and Adam's β₁ = 0.5.
 What differs from the paper: four environments, critics 512 wide (2048), PyTorch's initial weights,
-α's β₁ is 0.5, too (its code: 0.9).
+and β₁ = 0.5 for α, too (authors' code: 0.9).
 """
 
 import math
@@ -55,11 +55,11 @@ class Args(TransitionArgs):
     batch_size: int = 256
     """transitions of one gradient step"""
     buffer_size: int = 1_000_000
-    """transitions in the replay buffer"""
+    """capacity of the replay buffer, in transitions"""
     warmup_steps: int = 5000
     """steps with uniformly random actions, before the first update"""
     learning_rate: float = 1e-3
-    """of Adam, for actor, critics and temperature"""
+    """Adam's learning rate for actor, critics and temperature"""
     gamma: float = 0.99
     """γ, the discount factor"""
     hidden_size: int = 256

@@ -1,4 +1,4 @@
-"""Dueling double DQN with prioritised replay (D3QN): dqn.py plus four things.
+"""Dueling double DQN with prioritised replay (D3QN): dqn.py plus four changes.
 
 1. Dueling (Wang et al. 2016, arXiv:1511.06581): a value and advantages instead of Q itself, so that
    every transition teaches what the state is worth, whichever action was taken,
@@ -6,18 +6,18 @@
 2. Double Q-learning (van Hasselt, Guez, Silver 2016, arXiv:1509.06461): Q chooses, Q̄ evaluates,
        y = r + γ (1 − terminated) Q̄(s', argmax_a Q(s', a))
 3. Prioritised replay (Schaul et al. 2016, arXiv:1511.05952): transition i is drawn with
-   P(i) ∝ |δ_i|^α, δ = Q(s, a) − y when last drawn (a new one: the largest), with the weight
+   probability P(i) ∝ |δ_i|^α, δ_i = Q(s, a) − y when last drawn (a new one: the largest), weight
        w_i = (size · P(i))^−β / max_j w_j,   β annealed to 1,   in   L(θ) = E[ w_i h(δ_i) ]
 4. Temporally extended ε-greedy (Dabney, Ostrovski, Barreto 2021, arXiv:2006.01782): a random action
-   is repeated for some steps. Single random actions do not climb MountainCar's hill.
+   is repeated for some steps. Single random actions do not reach MountainCar's goal.
 
     python algos/d3qn.py --env MountainCar        an environment of vec_envs
     python algos/d3qn.py --env LunarLander-v3     a Gymnasium id
 
 What differs from dqn.py, 1 to 4: `QNetwork`; `q_loss`; `prioritized` in `Args`; `collect`.
 What differs from the papers, besides what dqn.py names: V and A have one layer each, and their
-gradients are not rescaled (Wang); a repetition's length is geometric with mean L, not zeta, and an
-episode's end cuts it; ε is the part of steps that are random, not of decisions (Dabney).
+gradients are not rescaled (Wang); the length of a repetition is geometric (mean L), not zeta; it
+ends with the episode; ε is the fraction of steps that are random, not of decisions (Dabney).
 """
 
 import copy
@@ -54,11 +54,11 @@ class Args(TransitionArgs):
     batch_size: int = 128
     """transitions of one gradient step"""
     buffer_size: int = 100_000
-    """transitions in the replay buffer"""
+    """capacity of the replay buffer, in transitions"""
     warmup_steps: int = 1000
     """steps before the first update"""
     learning_rate: float = 1e-3
-    """of Adam, annealed linearly to zero"""
+    """Adam's learning rate, annealed linearly to zero"""
     gamma: float = 0.99
     """γ, the discount factor"""
     tau: float = 0.01
@@ -70,7 +70,7 @@ class Args(TransitionArgs):
     exploration_length: float = 1.0
     """L: mean number of steps that a random action lasts (1: never repeated)"""
     max_grad_norm: float = 10.0
-    """largest norm of the gradient, which is clipped to it"""
+    """maximum norm of the gradient; a larger gradient is scaled down to it"""
     hidden_size: int = 128
     """width of the two hidden layers"""
 

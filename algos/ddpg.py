@@ -9,17 +9,17 @@ Lillicrap et al. 2016, arXiv:1509.02971. With Q̄, μ̄ the slow target networks
 
     python algos/ddpg.py --env HalfCheetah
 
-`collect` explores by noise on μ(s); `ReplayBuffer` mixes transitions of different times, so that
-those of a batch are nearly independent; `soft_update` makes y change slowly.
-What differs from the paper (most values are those of TD3's authors):
+`collect` explores with noise on μ(s); `ReplayBuffer` mixes transitions of different times, so that
+the transitions of a batch are nearly independent; `soft_update` makes y change slowly.
+What differs from the paper (its values in brackets; most of ours are those of TD3's authors):
 - the noise is independent from step to step (paper: an Ornstein–Uhlenbeck process), σ = 0.1; the
   first actions are uniform;
 - two layers of 256 (400 and 300), the action enters the first (second), no batch normalisation,
   no weight decay, PyTorch's initial weights (the last layers near zero);
 - Adam's rate is 1e-3 for both networks (actor 1e-4), τ = 0.005 (0.001), batches of 256 (64);
 - four environments collect, one update per transition; a truncated episode bootstraps from its true
-  last observation; with --n-step, r is a sum of n discounted rewards and `discount` γⁿ (else γ);
-  with --prioritized, `weight` corrects for how it samples (else 1).
+  last observation; with --n-step, r is a sum of n discounted rewards and `discount` is γⁿ (else γ);
+  with --prioritized, `weight` corrects for the non-uniform sampling (else it is 1).
 """
 
 import copy
@@ -53,11 +53,11 @@ class Args(TransitionArgs):
     batch_size: int = 256
     """transitions of one gradient step"""
     buffer_size: int = 1_000_000
-    """transitions in the replay buffer"""
+    """capacity of the replay buffer, in transitions"""
     warmup_steps: int = 10_000
     """steps with uniformly random actions, before the first update"""
     learning_rate: float = 1e-3
-    """of Adam, for every network"""
+    """Adam's learning rate for every network"""
     gamma: float = 0.99
     """γ, the discount factor"""
     tau: float = 0.005

@@ -12,12 +12,12 @@ Actions are ε-greedy (`collect`): with probability ε a random one, else argmax
 What differs from the paper:
 - observations are vectors, normalised by running statistics, which are saved with the agent;
 - Q̄ moves a little after each update (`soft_update`), not all the way after every 10,000th;
-- Adam for RMSProp, its learning rate annealed to zero; the gradient is clipped to a norm;
+- Adam instead of RMSProp, its learning rate annealed to zero; the gradient's norm is clipped;
 - eight environments collect; rewards are not clipped (paper: ±1), ε ends at 0.05 (0.1); a truncated
   episode bootstraps from its true last observation;
 - with --n-step, r is the discounted sum of n rewards, γⁿ replaces γ, both cut at an episode's end,
-  and what exploration did in between is not corrected for;
-- with --prioritized, transitions are drawn by their TD errors, and w in the loss corrects for it.
+  and the random actions among the n are not corrected for;
+- with --prioritized, transitions are drawn by their TD errors; w in the loss corrects for this.
 """
 
 import copy
@@ -53,11 +53,11 @@ class Args(TransitionArgs):
     batch_size: int = 128
     """transitions of one gradient step"""
     buffer_size: int = 100_000
-    """transitions in the replay buffer"""
+    """capacity of the replay buffer, in transitions"""
     warmup_steps: int = 1000
     """steps before the first update"""
     learning_rate: float = 1e-3
-    """of Adam, annealed linearly to zero"""
+    """Adam's learning rate, annealed linearly to zero"""
     gamma: float = 0.99
     """γ, the discount factor"""
     tau: float = 0.01
@@ -67,7 +67,7 @@ class Args(TransitionArgs):
     exploration_fraction: float = 0.2
     """fraction of the run during which ε goes from 1 to --final-epsilon"""
     max_grad_norm: float = 10.0
-    """largest norm of the gradient, which is clipped to it"""
+    """maximum norm of the gradient; a larger gradient is scaled down to it"""
     hidden_size: int = 128
     """width of the two hidden layers"""
 

@@ -6,7 +6,7 @@ selector replaces agent i by a copy of one of the best, j, if
 
     score_j − score_i > √(error_i² + error_j²)          error: the standard error of a score
 
-The copy goes on with other random numbers, and with hyper-parameters times 0.8 or 1.25.
+The copy continues with other random numbers, its hyper-parameters multiplied by 0.8 or 1.25.
 
     python algos/generations.py --algo ppo --env Hopper --agents 8
     python algos/generations.py --algo ppo --env Ant --agents 10 --fuse 3 -- --epochs 8
@@ -15,7 +15,7 @@ With `--fuse K` an agent is trained K times with different seeds in each period,
 optimizer moments become the mean of the K runs.
 
 What differs from the papers:
-- an agent is replaced only if the gap is larger than its error, on episodes that nobody trained on;
+- an agent is replaced only if the gap exceeds its error, on episodes that no agent was trained on;
 - all K runs have the same weight 1/K (theirs are averaged one after another: ¼, ¼, ½);
 - agents with odd numbers can have a longer period, `--slow` (Li et al. 2025, arXiv:2506.03225);
 - the best agent is scored again on fresh episodes, since the highest of many scores is too high.
@@ -34,11 +34,11 @@ class Args(PopulationArgs):
     algo: str = "ppo"
     """name of a script in algos/, or a path"""
     fuse: int = 1
-    """runs inside an agent with different seeds, whose networks become their mean"""
+    """runs of one agent with different seeds, whose networks are averaged"""
     survivors: float = 0.25
-    """fraction of the agents, the best ones, that are copied"""
+    """fraction of the agents, the best ones, of which copies may be made"""
     slow: int = 1
-    """agents with odd numbers can be replaced only after so many periods (1: after each)"""
+    """agents with odd numbers can be replaced only every so many periods (1: after each period)"""
 
 
 def select(members: list[Agent | None], generation: int, args: Args) -> list[tuple[Agent, bool]]:
@@ -74,7 +74,7 @@ def evolve(population: Population, args: Args) -> None:
         members = members_of(population, generation, args)
         if not any(members):
             why = population.journal.lines[-1].get("why", "their parents are damaged")
-            advice = f"mend it, and begin with another --root than {population.root}"
+            advice = f"correct it, and begin with another --root than {population.root}"
             raise UserError(f"all agents of generation {generation} failed: {why}; {advice}")
         if all(agent.step >= args.total_steps for agent in members if agent):
             break  # segments end where an iteration does, which may be later than asked

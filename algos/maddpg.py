@@ -6,16 +6,16 @@ its own reward r^i: agents may cooperate or compete. With Q̄, μ̄ the slow tar
 
     y^i    = r^i + γ (1 − terminated) Q̄^i( x', μ̄¹(o'¹), …, μ̄ᴬ(o'ᴬ) )
     L(φ^i) = E[ ( Q^i(x, a¹ … aᴬ) − y^i )² ]
-    L(θ^i) = − E[ Q^i(x, a¹ …, μ^i(o^i), … aᴬ) ]            the other actions as in the replay
+    L(θ^i) = − E[ Q^i(x, a¹ …, μ^i(o^i), … aᴬ) ]       other actions from the replay buffer
 
     python algos/maddpg.py --env SpeakerListener                      discrete actions
     python algos/maddpg.py --env SpreadContinuous                     continuous actions
     python algos/maddpg.py --env pettingzoo:mpe2.simple_tag_v3        three chase one
 
 Discrete actions are drawn by the straight-through Gumbel-softmax (Jang, Gu, Poole 2017,
-arXiv:1611.01144): one-hot forwards, the gradient of the softmax backwards (the authors' code: the
-relaxed sample itself); L(θ^i) then has 10⁻⁴ times the mean squared logit besides (their code: 10⁻³,
-of unscaled rewards). Continuous actions are tanh plus normal noise (theirs: a Gaussian policy).
+arXiv:1611.01144): one-hot, but with the gradient of the softmax (the authors' code: the relaxed
+sample itself); 10⁻⁴ times the mean squared logit is then added to L(θ^i) (their code: 10⁻³, with
+unscaled rewards). Continuous actions are a tanh plus Gaussian noise (theirs: a Gaussian policy).
 What else differs from the paper: no ensembles, no inference of policies; rewards times 0.1;
 learning rates of 1e-3 (1e-2), annealed to zero; 64 environments, an update after every 50 steps
 (100) from step 5000 on (25,600), 200,000 steps in the replay buffer (10⁶); the gradient norm of all
@@ -57,11 +57,11 @@ class Args(ReplayArgs):
     batch_size: int = 1024
     """environment steps of one update, each with all agents"""
     buffer_size: int = 200_000
-    """environment steps in the replay buffer"""
+    """capacity of the replay buffer, in environment steps"""
     warmup_steps: int = 5000
     """steps before the first update"""
     learning_rate: float = 1e-3
-    """of Adam, for actors and critics, annealed linearly to zero"""
+    """Adam's learning rate for actors and critics, annealed linearly to zero"""
     gamma: float = 0.95
     """γ, the discount factor"""
     tau: float = 0.01
@@ -71,9 +71,9 @@ class Args(ReplayArgs):
     logit_cost: float = 1e-4
     """weight of the mean squared logit of discrete actions"""
     reward_scale: float = 0.1
-    """factor of all rewards"""
+    """factor by which all rewards are multiplied"""
     max_grad_norm: float = 0.5
-    """largest norm of the gradient, which is clipped to it"""
+    """maximum norm of the gradient; a larger gradient is scaled down to it"""
     hidden_size: int = 64
     """width of the two hidden layers of actors and critics"""
 

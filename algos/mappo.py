@@ -1,7 +1,7 @@
 """Multi-agent PPO (MAPPO): ppo.py with one policy for all agents and a critic that sees the state.
 
 Yu, Velu, Vinitsky, Gao, Wang, Bayen, Wu 2022, arXiv:2103.01955. Agents i = 1 … A share the networks
-(not σ), told apart by a one-hot i; the policy sees what its agent sees, the critic everything:
+(not σ), which also get a one-hot i; the policy sees what its agent sees, the critic everything:
 
     π_θ(a^i | o^i, i)      V_θ(s, i)
     L(θ) = − E_i[ min( ρ^i Â^i , clip(ρ^i, 1−ε, 1+ε) Â^i ) ]
@@ -11,13 +11,13 @@ Yu, Velu, Vinitsky, Gao, Wang, Bayen, Wu 2022, arXiv:2103.01955. Agents i = 1 �
     python algos/mappo.py --env SpreadContinuous         continuous actions (Box)
     python algos/mappo.py --no-centralized-value         IPPO (arXiv:2011.09533): V(o^i, i)
 
-What differs from ppo.py: an axis for the agents, (T, N, A, ...); each agent is paid the sum of all
-rewards; the critic learns normalised returns instead of returns of normalised rewards; one step an
-epoch, on the whole rollout, as the paper recommends; what the dead do is in no loss of the policy.
+What differs from ppo.py: an axis for the agents, (T, N, A, ...); each agent gets the sum of all
+rewards; the critic learns normalised returns instead of returns of normalised rewards; one step per
+epoch, on the whole rollout, as the paper recommends; dead agents' actions are not in policy losses.
 What differs from the paper: no recurrent networks; no Huber loss, value clip or PopArt (returns are
-normalised, the critic's last layer is not rescaled); no death masking (the dead have a value: what
-their team earns later is credit for them); the rate is annealed, and c_H from 0.03 (paper: 0.01),
-since a speaker who settles early may give two goals one word; other numbers in `Args`.
+normalised, the critic's last layer is not rescaled); no death masking (dead agents have a value:
+they get credit for what their team earns later); learning rate and c_H are annealed, c_H from 0.03
+(paper: 0.01): a speaker that settles early may use one word for two goals; other values in `Args`.
 """
 
 from dataclasses import dataclass
@@ -49,23 +49,23 @@ class Args(RunArgs):
     num_steps: int = 25
     """steps of each environment in a rollout"""
     learning_rate: float = 1e-3
-    """of Adam, for actor and critic, annealed linearly to zero"""
+    """Adam's learning rate for actor and critic, annealed linearly to zero"""
     epochs: int = 10
     """passes over each rollout"""
     centralized_value: bool = True
-    """the critic sees the state; else each agent's own observation (IPPO)"""
+    """the critic sees the state; otherwise each agent's own observation (IPPO)"""
     gamma: float = 0.9
-    """γ, the discount factor: episodes are truncated, so V counts on 1 / (1 − γ) further steps"""
+    """γ, the discount factor; beyond a truncation V counts on 1 / (1 − γ) further steps"""
     gae_lambda: float = 0.95
-    """λ of the advantage estimator: 0 trusts the critic, 1 the returns"""
+    """λ of the advantage estimator: 0 relies on the critic, 1 on the sampled returns"""
     clip: float = 0.2
-    """ε: how far the probability ratio may leave 1 before its gradient stops"""
+    """ε: the probability ratio is clipped to the range from 1 − ε to 1 + ε"""
     value_coef: float = 0.5
     """c_V, weight of the value loss"""
     entropy_coef: float = 0.03
     """c_H, weight of the entropy bonus, annealed linearly to zero"""
     max_grad_norm: float = 0.5
-    """largest norm of the gradient, which is clipped to it"""
+    """maximum norm of the gradient; a larger gradient is scaled down to it"""
     hidden_size: int = 64
     """width of the two hidden layers of actor and critic"""
 

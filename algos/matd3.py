@@ -8,8 +8,8 @@ Ackermann, Gabler, Osa, Sugiyama 2019, arXiv:1910.01465. As in td3.py (no noise 
 
     python algos/matd3.py --env SpreadContinuous
 
-What differs from maddpg.py: `Critics`, the noise in `critic_loss`, and in `update` that actors and
-target networks wait (`policy_delay`). What differs from the paper: the same as in maddpg.py, and no
+What differs from maddpg.py: `Critics`, the noise in `critic_loss`, and in `update` the delay of
+actors and target networks (`policy_delay`). What differs from the paper: as in maddpg.py, and no
 noise on discrete target actions.
 """
 
@@ -47,11 +47,11 @@ class Args(ReplayArgs):
     batch_size: int = 1024
     """environment steps of one update, each with all agents"""
     buffer_size: int = 200_000
-    """environment steps in the replay buffer"""
+    """capacity of the replay buffer, in environment steps"""
     warmup_steps: int = 5000
     """steps before the first update"""
     learning_rate: float = 1e-3
-    """of Adam, for actors and critics, annealed linearly to zero"""
+    """Adam's learning rate for actors and critics, annealed linearly to zero"""
     gamma: float = 0.95
     """γ, the discount factor"""
     tau: float = 0.01
@@ -61,15 +61,15 @@ class Args(ReplayArgs):
     target_noise: float = 0.2
     """σ̃ of the noise on the target actors' continuous actions"""
     target_noise_clip: float = 0.5
-    """c: limit of that noise"""
+    """c: the absolute value to which the target noise is clipped"""
     policy_delay: int = 2
     """d: updates of the critics per update of actors and target networks"""
     logit_cost: float = 1e-4
     """weight of the mean squared logit of discrete actions"""
     reward_scale: float = 0.1
-    """factor of all rewards"""
+    """factor by which all rewards are multiplied"""
     max_grad_norm: float = 0.5
-    """largest norm of the gradient, which is clipped to it"""
+    """maximum norm of the gradient; a larger gradient is scaled down to it"""
     hidden_size: int = 64
     """width of the two hidden layers of actors and critics"""
 

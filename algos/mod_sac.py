@@ -14,9 +14,9 @@ every second while it is large (λ → 0).
 
 What differs from sac.py: `critics_reliability`, and the `if` in `update` (on a GPU the only place
 where an update waits for the device).
-What differs from ElegantRL: it compares n_π / n_Q, of the updates since the last rollout, with
-1 / (2 − λ); its L(Q) was half the sum of two smooth L1 losses (here of squares); in some of its
-versions the temperature does not wait.
+What differs from ElegantRL, which compares the ratio n_π / n_Q of the updates since the last
+rollout with 1 / (2 − λ): its L(Q) was half the sum of two smooth L1 losses (here of squares); in
+some of its versions the temperature does not wait.
 L(Q) has the unit of a squared return, so what is "large" depends on the rewards, which this script
 does not scale: the rule adapts where L(Q) comes below about 2; where rewards are so large that it
 never does, λ is 0 and the rule is a constant delay of two.
@@ -57,11 +57,11 @@ class Args(TransitionArgs):
     batch_size: int = 256
     """transitions of one gradient step"""
     buffer_size: int = 1_000_000
-    """transitions in the replay buffer"""
+    """capacity of the replay buffer, in transitions"""
     warmup_steps: int = 10_000
     """steps with uniformly random actions, before the first update"""
     learning_rate: float = 1e-3
-    """of Adam, for actor, critics and temperature"""
+    """Adam's learning rate for actor, critics and temperature"""
     gamma: float = 0.99
     """γ, the discount factor"""
     tau: float = 0.005

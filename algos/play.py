@@ -1,13 +1,13 @@
 """Score, watch, film or export a trained policy: the best one of a run, or the last.
 
     python algos/play.py demo                           a trained Ant; or demo:hopper
-    python algos/play.py RUN_DIR                        ten deterministic episodes, every return
+    python algos/play.py RUN_DIR                        the returns of ten deterministic episodes
     python algos/play.py RUN_DIR --video ant.mp4        ten seconds on film, .mp4 or .gif
     python algos/play.py RUN_DIR --show                 in a window
-    python algos/play.py RUN_DIR --export policy.pt2    for programs that have torch, but not this
-    python algos/play.py RUN1 RUN2 RUN3                 several policies as one, for all of this
+    python algos/play.py RUN_DIR --export policy.pt2    for programs that have only torch
+    python algos/play.py RUN1 RUN2 RUN3                 several policies as one, in all uses above
 
-best.pt and last.pt know their script (beside this file), its arguments and the environment.
+best.pt and last.pt name their script (which lies beside this file), arguments and environment.
 """
 
 import contextlib
@@ -47,23 +47,23 @@ class Args:
     run_dir: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN_DIR")]
     """folder of the run; demo or demo:hopper: a policy that comes with the code"""
     others: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="[...]")] = ()
-    """folders of more runs, of any scripts, in the same environment: act by the mean of all"""
+    """folders of more runs of any scripts in the same environment; their mean action is taken"""
     weights: tuple[float, ...] = ()
-    """of that mean, one for each run (none: all the same)"""
+    """weights of the runs in the mean action, one for each run (none: equal weights)"""
     checkpoint: Literal["best", "last"] = "best"
     """which policy of the run"""
     episodes: int = 10
-    """how many to play, all at once (--show: one after another)"""
+    """number of episodes, played all at once (--show: one after another)"""
     seed: int = 0
-    """of the environments: one seed, one result"""
+    """seed of the environments; the same seed gives the same result"""
     json: bool = False
     """print the scores as one JSON object and nothing else"""
     video: str = ""
-    """film the best of three episodes into this .mp4 or .gif file (.png: the end of one)"""
+    """film the best of three episodes into this .mp4 or .gif file (.png: only the end of one)"""
     seconds: float = 10.0
-    """of the film, at most (an episode of less than two is followed by the next ones)"""
+    """maximum length of the film (if an episode takes less than two, the next ones follow)"""
     width: int = 0
-    """of its pictures (0: at most 320 in a .gif, 640 in an .mp4)"""
+    """width of the film in pixels (0: at most 320 in a .gif, 640 in an .mp4)"""
     show: bool = False
     """play in a window"""
     export: str = ""
@@ -116,10 +116,10 @@ def load(args: Args) -> dict[str, Any]:
         raise UserError(f"{path} is not a policy that a script of algos/ has saved")
     others = [load(replace(args, run_dir=folder, others=(), weights=())) for folder in args.others]
     if len(names := {one["args"]["env"] for one in (saved, *others)}) > 1:
-        raise UserError(f"an ensemble acts in one environment; these runs have {sorted(names)}")
+        raise UserError(f"an ensemble needs one environment; these runs have {sorted(names)}")
     weights = args.weights or (1.0,) * (1 + len(others))
     if len(weights) != 1 + len(others) or min(weights) < 0 or not 0 < sum(weights) < math.inf:
-        raise UserError(f"--weights {weights}: allowed is one a run, none below 0, not all 0")
+        raise UserError(f"--weights {weights}: allowed is one per run, none below 0, not all 0")
     return {**saved, "others": others, "weights": weights}
 
 
@@ -233,7 +233,7 @@ def still(args: Args, agent: nn.Module, env: vec_envs.VecEnv) -> None:
             picture = draw(env)
     env.close()
     imageio.imwrite(args.video, picture)
-    print(f"{args.video}: a picture before the last step of the episode")
+    print(f"{args.video}: a picture of the state before the last step of the episode")
 
 
 def show(args: Args, saved: dict) -> None:
@@ -276,7 +276,7 @@ def main(args: Args) -> None:
     check_args(args, LIMITS)
     asked = [name for name in ("json", "video", "show", "export") if getattr(args, name)]
     if len(asked) > 1:
-        raise UserError(f"--{asked[0]} and --{asked[1]}: one at a time")
+        raise UserError(f"--{asked[0]} and --{asked[1]}: use one at a time")
     for name, endings in (("video", (*FASTEST_FILM, ".png")), ("export", (".pt2",))):
         path = Path(getattr(args, name))
         if name in asked and path.suffix not in endings:

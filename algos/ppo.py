@@ -9,16 +9,16 @@ Schulman, Wolski, Dhariwal, Radford, Klimov 2017, arXiv:1707.06347. With the pro
     python algos/ppo.py --env Ant            continuous actions (Box)
     python algos/ppo.py --env CartPole       discrete actions
 
-What differs from a2c.py: `policy_loss` has the ratio and the clip; `update` makes several epochs of
-minibatches, by Adam; `adapt_learning_rate`: with --target-kl the rate follows the KL divergence, as
-in the paper's Roboschool runs, else it is annealed, as in its Atari runs. Not in the paper:
-- observations are normalised, rewards divided by the standard deviation of their return, by
-  running statistics, and both clipped to ±10; the statistics are saved with the agent, frozen at
-  evaluation and fixed within an iteration, so that π_old and π_θ see the same numbers;
+What differs from a2c.py: `policy_loss` has the clipped ratio; `update` makes several epochs of
+minibatch steps by Adam; `adapt_learning_rate`: with --target-kl the rate follows the KL divergence
+(as in the paper's Roboschool runs), else it is annealed (as in its Atari runs). Not in the paper:
+- by running statistics, observations are normalised and rewards are divided by the standard
+  deviation of the return; both are clipped to ±10; the statistics are saved with the agent, frozen
+  in evaluation and fixed within an iteration, so that π_old and π_θ see the same numbers;
 - advantages are normalised in each minibatch, gradients are clipped to a norm;
 - a truncated episode bootstraps from the value of its true last observation (`gae`);
-- orthogonal weights, a last layer of the actor near zero.
-Other values than its MuJoCo runs: 64 environments of 64 steps (1 of 2048), minibatches of 512 (64).
+- orthogonal initial weights, the actor's last layer near zero.
+The paper's MuJoCo runs: 1 environment of 2048 steps (here 64 of 64), minibatches of 64 (here 512).
 """
 
 from dataclasses import dataclass
@@ -50,9 +50,9 @@ class Args(RunArgs):
     num_steps: int = 64
     """steps of each environment in a rollout"""
     learning_rate: float = 5e-4
-    """of Adam, for actor and critic; annealed linearly to zero where --target-kl is 0"""
+    """Adam's learning rate for actor and critic; annealed linearly to zero if --target-kl is 0"""
     target_kl: float = 0.0
-    """KL divergence, in an epoch's last minibatch, that an adapted rate keeps to (0: annealed)"""
+    """target KL divergence in an epoch's last minibatch; adapts the learning rate (0: annealed)"""
     epochs: int = 10
     """passes over each rollout"""
     minibatch_size: int = 512
@@ -60,19 +60,19 @@ class Args(RunArgs):
     gamma: float = 0.99
     """γ, the discount factor"""
     gae_lambda: float = 0.95
-    """λ of the advantage estimator: 0 trusts the critic, 1 the returns"""
+    """λ of the advantage estimator: 0 relies on the critic, 1 on the sampled returns"""
     clip: float = 0.2
-    """ε: how far the probability ratio may leave 1 before its gradient stops"""
+    """ε: the probability ratio is clipped to the range from 1 − ε to 1 + ε"""
     value_coef: float = 0.5
     """c_V, weight of the value loss"""
     entropy_coef: float = 0.0
     """c_H, weight of the entropy bonus"""
     max_grad_norm: float = 0.5
-    """largest norm of the gradient, which is clipped to it"""
+    """maximum norm of the gradient; a larger gradient is scaled down to it"""
     hidden_size: int = 64
     """width of the two hidden layers of actor and critic"""
     initial_log_std: float = 0.0
-    """logarithm of the first standard deviation, in units of half the action range"""
+    """log of the initial standard deviation, which is in units of half the action range"""
 
 
 LIMITS = {"num_steps": (2, None), "minibatch_size": (2, None), "initial_log_std": (-10, 10)}

@@ -1,10 +1,10 @@
-"""PPO with the Hamiltonian term (H-term): ppo.py plus advantage-weighted regression to its past.
+"""PPO with the Hamiltonian term (H-term): ppo.py plus advantage-weighted regression on its past.
 
 Liu & Fang 2020, "Quantum Tensor Networks for Variational RL", and Liu, Li, Wu, Wang 2023,
 "Stationary Deep RL with Quantum K-spin Hamiltonian Regularization", read minus the expected K-step
 return as an energy and raise the log-probability of remembered trajectories. With R from `gae`:
 
-    memory   the last M rollouts; each minibatch is joined by one of half its size, drawn from them
+    memory   the last M rollouts; each minibatch is joined by a second one, half as large, from them
     L_H(θ) = − E[ w/w̄ σ̄² log π_θ(a|s) ] + 0.05 E[ (R − V_θ(s))² ],   w = min(exp Â, 3)
     L(θ)   = L_PPO + λ_H L_H       Â = R − V_θ(s), with mean 0 and variance 1 in the minibatch
 
@@ -14,8 +14,8 @@ L_H is advantage-weighted regression (AWR; Peng 2019, arXiv:1910.00177), akin to
 2018, arXiv:1806.05635). What differs from ppo.py: `recall`, `hamiltonian_term`, their part in
 `update`, where λ_H falls linearly to zero; continuous actions only; c_V = 0.5, c_H = 0, a gradient
 norm of at most 0.5. With λ_H = 0 it is ppo.py at these values, bit for bit. What differs from AWR:
-PPO's loss beside it; w is at most 3 (20) and divided by its mean; only the mean μ learns: where all
-σ are equal, −σ̄² log π is ½ ‖a − μ_θ(s)‖² and a constant; log π + H(π) is clipped at −20.
+PPO's loss is added; w is at most 3 (AWR: 20), divided by its mean; only the mean μ learns (if all
+σ are equal, −σ̄² log π is ½ ‖a − μ_θ(s)‖² plus a constant); log π + H(π) is clipped at −20.
 """
 
 from dataclasses import dataclass
@@ -47,9 +47,9 @@ class Args(RunArgs):
     num_steps: int = 64
     """steps of each environment in a rollout"""
     learning_rate: float = 5e-4
-    """of Adam, for actor and critic; annealed linearly to zero where --target-kl is 0"""
+    """Adam's learning rate for actor and critic; annealed linearly to zero if --target-kl is 0"""
     target_kl: float = 0.0
-    """KL divergence, in an epoch's last minibatch, that an adapted rate keeps to (0: annealed)"""
+    """target KL divergence in an epoch's last minibatch; adapts the learning rate (0: annealed)"""
     epochs: int = 10
     """passes over each rollout"""
     minibatch_size: int = 512
@@ -57,17 +57,17 @@ class Args(RunArgs):
     gamma: float = 0.99
     """γ, the discount factor"""
     gae_lambda: float = 0.95
-    """λ of the advantage estimator: 0 trusts the critic, 1 the returns"""
+    """λ of the advantage estimator: 0 relies on the critic, 1 on the sampled returns"""
     clip: float = 0.2
-    """ε: how far the probability ratio may leave 1 before its gradient stops"""
+    """ε: the probability ratio is clipped to the range from 1 − ε to 1 + ε"""
     hidden_size: int = 64
     """width of the two hidden layers of actor and critic"""
     initial_log_std: float = 0.0
-    """logarithm of the first standard deviation, in units of half the action range"""
+    """log of the initial standard deviation, which is in units of half the action range"""
     hterm_coef: float = 0.5
-    """λ_H, first weight of the H-term, which falls linearly to zero (0: ppo.py)"""
+    """initial λ_H, the weight of the H-term; it falls linearly to zero (0: the same as ppo.py)"""
     hterm_memory: int = 16
-    """M, rollouts in the memory"""
+    """M, the number of past rollouts in the memory"""
 
 
 LIMITS = {"num_steps": (2, None), "minibatch_size": (2, None), "initial_log_std": (-10, 10)}

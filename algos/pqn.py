@@ -15,7 +15,7 @@ What differs from dqn.py:
 - `lambda_returns` carry the reward of a whole rollout back at once. Random actions do not cut them
   (Peng's Q(λ), not Watkins').
 - `update`: epochs on the newest rollout, as in ppo.py; RAdam, whose first steps are short.
-What differs from the paper, with its CartPole in brackets: 16 environments (32) of 32 steps (64),
+What differs from the paper (in brackets: its CartPole): 16 environments (32) of 32 steps (64),
 layers of 128 (256), 8 epochs (4), a learning rate of 3e-3 (1e-4), λ 0.9 (0.95), ε to 0.05 (0.2) in
 half of the run (a fifth), rewards not scaled (0.1); observations are normalised by running
 statistics; a truncated episode bootstraps from its true last observation.
@@ -51,17 +51,17 @@ class Args(RunArgs):
     minibatch_size: int = 128
     """transitions of one gradient step"""
     learning_rate: float = 3e-3
-    """of RAdam, annealed linearly to zero"""
+    """RAdam's learning rate, annealed linearly to zero"""
     gamma: float = 0.99
     """γ, the discount factor"""
     q_lambda: float = 0.9
-    """λ of the returns: 0 trusts Q after one step, 1 the rewards until the rollout ends"""
+    """λ of the returns: 0 bootstraps from Q after one step, 1 only at the end of the rollout"""
     final_epsilon: float = 0.05
     """final ε, the probability of a random action"""
     exploration_fraction: float = 0.5
     """fraction of the run during which ε goes from 1 to --final-epsilon"""
     max_grad_norm: float = 10.0
-    """largest norm of the gradient, which is clipped to it"""
+    """maximum norm of the gradient; a larger gradient is scaled down to it"""
     hidden_size: int = 128
     """width of the two hidden layers"""
 

@@ -15,8 +15,8 @@ What differs from vdn.py:
 - `Mixer`: W₁, b₁, w₂ are linear in the state, absolute values make W₁ and w₂ ≥ 0; b₂ has a hidden
   layer (hypernetworks).
 - `collect` stores the state; `td_target` and `td_loss` give it to the mixing network.
-- All errors count alike: the mixing network needed no weights w_t. γ is 0.9 (0.95 there).
-What differs from the paper: what vdn.py names but w_t (paper: a GRU, which also sees the agent's
+- All errors have the same weight: the mixing network needed no w_t. γ is 0.9 (0.95 there).
+What differs from the paper: what vdn.py names except w_t (paper: a GRU that also sees the agent's
 last action; 32 episodes a batch; one step, max_a Q̄_tot; RMSProp, 5e-4); γ = 0.9 (0.99); the mixing
 network is initialised close to the sum plus A.
 """
@@ -55,9 +55,9 @@ class Args(ReplayArgs):
     batch_size: int = 8
     """windows of one gradient step"""
     buffer_size: int = 50_000
-    """environment steps in the replay buffer"""
+    """capacity of the replay buffer, in environment steps"""
     learning_rate: float = 1e-3
-    """of Adam, annealed linearly to zero"""
+    """Adam's learning rate, annealed linearly to zero"""
     gamma: float = 0.9
     """γ, the discount factor"""
     tau: float = 0.01
@@ -67,7 +67,7 @@ class Args(ReplayArgs):
     exploration_fraction: float = 0.3
     """fraction of the run during which ε goes from 1 to --final-epsilon"""
     max_grad_norm: float = 10.0
-    """largest norm of the gradient, which is clipped to it"""
+    """maximum norm of the gradient; a larger gradient is scaled down to it"""
     hidden_size: int = 64
     """width of the two hidden layers of the agents' network"""
     mixing_size: int = 32

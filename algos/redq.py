@@ -1,4 +1,4 @@
-"""Randomized ensembled double Q-learning (REDQ): sac.py with ten critics and twenty updates a step.
+"""Randomized ensembled double Q-learning (REDQ): sac.py with ten critics, twenty updates per step.
 
 Chen, Wang, Zhou, Ross 2021, arXiv:2101.05982. With N critics, a random subset 𝓜 of M of them drawn
 anew for each update, and a', ã drawn anew from π at s' and s,
@@ -10,7 +10,7 @@ anew for each update, and a', ã drawn anew from π at s' and s,
     python algos/redq.py --env Hopper
 
 What differs from sac.py:
-- `EnsembleLinear`: one layer of all N networks is one batched product.
+- `EnsembleLinear`: one layer of all N networks is one batched matrix product.
 - `critic_loss`: the minimum over M = 2 random critics of N = 10; M sets the target's pessimism.
 - `actor_loss`: the mean over all critics. `update`: the steps of actor and α are delayed.
 - One environment, a lower learning rate, a shorter warm-up, target entropies by environment.
@@ -56,17 +56,17 @@ class Args(TransitionArgs):
     ensemble_size: int = 10
     """N, the number of critics"""
     subset_size: int = 2
-    """M, the number of random critics whose minimum is the target's value"""
+    """M, the number of random critics whose minimum is used in the target"""
     batch_size: int = 256
     """transitions of one gradient step"""
     buffer_size: int = 1_000_000
-    """transitions in the replay buffer"""
+    """capacity of the replay buffer, in transitions"""
     warmup_steps: int = 5000
     """steps with uniformly random actions, before the first update"""
     target_entropy: float | None = None
-    """H̄, the entropy that α steers to (None: −dim(A))"""
+    """H̄, the target entropy, towards which α is adjusted (None: −dim(A))"""
     learning_rate: float = 3e-4
-    """of Adam, for actor, critics and temperature"""
+    """Adam's learning rate for actor, critics and temperature"""
     gamma: float = 0.99
     """γ, the discount factor"""
     tau: float = 0.005

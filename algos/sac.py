@@ -12,12 +12,12 @@ has no V and learns α. With a' ~ π(·|s'), ã ~ π(·|s) drawn anew, Q̄ the s
 
 What differs from td3.py:
 - `Actor.sample`: a squashed Gaussian, a = tanh(u), u ~ N(μ(s), σ(s)²), instead of μ(s) + noise.
-- `critic_loss`, `actor_loss`: the entropy; both take the smaller Q. No target actor and no delay;
+- `critic_loss`, `actor_loss`: an entropy term; both use the smaller Q. No target actor, no delay;
   a' is drawn from π, which smooths the target as td3.py's noise did.
-- `temperature_loss`: α follows the entropy.
+- `temperature_loss`: α is adjusted so that the entropy approaches H̄.
 What differs from the paper: four environments collect, Adam's rate is td3.py's 1e-3 (paper: 3e-4),
-L(α) has log α in the place of α (the gradient has the same sign). With --n-step, r is a sum of n
-discounted rewards (no entropies) and `discount` γⁿ (else γ); with --prioritized, `weight` is not 1.
+L(α) has log α in place of α (its gradient has the same sign). With --n-step, r sums n discounted
+rewards (no entropies), `discount` is γⁿ; with --prioritized, `weight` corrects for the sampling.
 """
 
 import copy
@@ -54,11 +54,11 @@ class Args(TransitionArgs):
     batch_size: int = 256
     """transitions of one gradient step"""
     buffer_size: int = 1_000_000
-    """transitions in the replay buffer"""
+    """capacity of the replay buffer, in transitions"""
     warmup_steps: int = 10_000
     """steps with uniformly random actions, before the first update"""
     learning_rate: float = 1e-3
-    """of Adam, for actor, critics and temperature"""
+    """Adam's learning rate for actor, critics and temperature"""
     gamma: float = 0.99
     """γ, the discount factor"""
     tau: float = 0.005

@@ -1,4 +1,4 @@
-"""Discrete soft actor-critic (SAC): sac.py for discrete actions: expectations are exact sums.
+"""Discrete soft actor-critic (SAC): sac.py for discrete actions, where expectations are exact sums.
 
 Christodoulou 2019, arXiv:1910.07207. E over a ~ π(·|s) is a sum over all actions, and each critic
 gives Q of every action at once. With α the temperature and Q̄ the slow target networks,
@@ -6,7 +6,7 @@ gives Q of every action at once. With α the temperature and Q̄ the slow target
     y    = r + γ (1 − terminated) Σ_a π(a|s') ( min_i Q̄_i(s', a) − α log π(a|s') )
     L(Q) = Σ_i E[ ½ ( Q_i(s, a) − y )² ]
     L(π) = E[ Σ_a π(a|s) ( α log π(a|s) − min_i Q_i(s, a) ) ]
-    L(α) = log α · ( E[ H(π(·|s)) ] − H̄ )            H̄, the target entropy, is a part of log |A|
+    L(α) = log α · ( E[ H(π(·|s)) ] − H̄ )            H̄, target entropy, a fraction of log |A|
 
     python algos/sac_discrete.py --env CartPole            an environment of vec_envs
     python algos/sac_discrete.py --env LunarLander-v3      a Gymnasium id
@@ -14,7 +14,7 @@ gives Q of every action at once. With α the temperature and Q̄ the slow target
 What differs from sac.py:
 - `Agent.policy`: a categorical distribution. `collect` draws from it from the beginning.
 - `critic_loss`, `actor_loss`: the sums. No gradient passes through the critics to the actor.
-- `target_entropy_at`: the paper's H̄ = 0.98 log |A| explores, but keeps the policy almost random; it
+- `target_entropy_at`: the paper's H̄ = 0.98 log |A| explores, but keeps the policy almost random; H̄
   falls from there (Xu et al. 2021, arXiv:2112.02852, lower it as well).
 What differs from the paper: this schedule; observations are vectors, normalised by running
 statistics; eight environments; learning rates annealed to zero; L(α) has log α in the place of α,
@@ -56,11 +56,11 @@ class Args(TransitionArgs):
     batch_size: int = 128
     """transitions of one gradient step"""
     buffer_size: int = 100_000
-    """transitions in the replay buffer"""
+    """capacity of the replay buffer, in transitions"""
     warmup_steps: int = 1000
     """steps before the first update"""
     learning_rate: float = 1e-3
-    """of Adam, for actor, critics and temperature, annealed linearly to zero"""
+    """Adam's learning rate for actor, critics and temperature, annealed linearly to zero"""
     gamma: float = 0.99
     """γ, the discount factor"""
     tau: float = 0.01
@@ -68,7 +68,7 @@ class Args(TransitionArgs):
     target_entropy_ratio: float = 0.3
     """final H̄, as a fraction of log |A|, the entropy of a uniformly random action"""
     exploration_fraction: float = 0.2
-    """fraction of the run during which H̄ falls from the paper's 0.98 to that"""
+    """fraction of the run during which H̄ falls from the paper's 0.98 to --target-entropy-ratio"""
     exploration_length: float = 1.0
     """L: mean number of steps that an action is repeated where π is uniform (1: never repeated)"""
     initial_temperature: float = 0.2

@@ -1,8 +1,8 @@
 """SAC with the Hamiltonian term (H-term): sac.py plus a policy gradient along K-step windows.
 
 Liu & Fang 2020; Liu, Li, Wu, Wang 2023 (NeurIPS and ICLR workshops): the energy H is minus the
-expected K-step return. Windows: K steps in a row from the newest part of the buffer, a = tanh u, b
-the policy that drew it, m_j is 1 until an episode ends, V̄(s) = min_i Q̄_i(s, ã) − α log π(ã|s):
+expected K-step return. Windows: K consecutive steps of the buffer's newest part, a = tanh u, b the
+policy that drew u, m_j is 1 until an episode ends, V̄(s) = min_i Q̄_i(s, ã) − α log π(ã|s):
 
     δ_j = r_j − α log π(a_j|s_j) + γ (1 − terminated_j) V̄(s_{j+1}) − V̄(s_j)
     ρ_j = min( 1, Π_{i≤j} π(a_i|s_i) / b(a_i|s_i) )
@@ -13,9 +13,9 @@ the policy that drew it, m_j is 1 until an episode ends, V̄(s) = min_i Q̄_i(s,
 
     python algos/sac_hterm.py --env Hopper
 
-What differs from sac.py: `collect` stores u and log b; `hamiltonian_term`, its part of `update`.
-With λ_H = 0 the run is sac.py's, bit for bit. What differs from the paper: TD errors, importance
-ratios, newest windows, λ_H falls, the cap. No effect is shown so far (benchmark/results/hterm).
+What differs from sac.py: `collect` stores u, log b; `hamiltonian_term` and its part in `update`.
+With λ_H = 0 it is sac.py, bit for bit. What differs from the paper: TD errors, importance ratios,
+newest windows, falling λ_H, capped gradient. No effect is shown so far (benchmark/results/hterm).
 """
 
 import copy
@@ -51,11 +51,11 @@ class Args(ReplayArgs):
     batch_size: int = 256
     """transitions of one gradient step"""
     buffer_size: int = 1_000_000
-    """transitions in the replay buffer"""
+    """capacity of the replay buffer, in transitions"""
     warmup_steps: int = 10_000
     """steps with uniformly random actions, before the first update"""
     learning_rate: float = 1e-3
-    """of Adam, for actor, critics and temperature"""
+    """Adam's learning rate for actor, critics and temperature"""
     gamma: float = 0.99
     """γ, the discount factor"""
     tau: float = 0.005
@@ -63,11 +63,11 @@ class Args(ReplayArgs):
     hidden_size: int = 256
     """width of the two hidden layers of actor and critics"""
     hterm_coef: float = 0.125
-    """λ_H at first, weight of the H-term, which falls linearly to zero (0: sac.py)"""
+    """initial λ_H, the weight of the H-term; it falls linearly to zero (0: the same as sac.py)"""
     hterm_length: int = 8
-    """K, steps of a window; there are W = batch_size / K windows"""
+    """K, the number of steps in a window; a batch has W = batch_size / K windows"""
     hterm_newest: int = 1000
-    """windows are from so many of the newest transitions: of older ones ρ is about 0"""
+    """number of newest transitions that windows are drawn from; for older ones ρ is about 0"""
 
 
 LIMITS = {"hterm_length": (1, None), "hterm_newest": (1, None)}

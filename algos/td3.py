@@ -1,4 +1,4 @@
-"""Twin delayed deep deterministic policy gradient (TD3): ddpg.py plus three things.
+"""Twin delayed deep deterministic policy gradient (TD3): ddpg.py plus three changes.
 
 Fujimoto, van Hoof, Meger 2018, arXiv:1802.09477. With Q̄, μ̄ the slow target networks,
 
@@ -10,14 +10,14 @@ Fujimoto, van Hoof, Meger 2018, arXiv:1802.09477. With Q̄, μ̄ the slow target
 
     python algos/td3.py --env HalfCheetah
 
-What differs from ddpg.py (the first limits overestimated values, the others the error of Q̄):
+What differs from ddpg.py (the first limits overestimation, the other two the errors of Q̄):
 - `Critics`, `critic_loss`: two critics, and the smaller of their target values.
 - `critic_loss`: noise on the target actor's action, so that a narrow peak of Q̄ counts less.
 - `update`: actor and target networks move after every d-th update of the critics.
 What differs from the paper: two layers of 256 (400 and 300), batches of 256 (100), 10,000 steps of
 uniform actions (1000 on all tasks except HalfCheetah and Ant), four environments collect, and a' is
 clipped to the action range (as in the authors' code). With --n-step, r is a sum of n discounted
-rewards and `discount` γⁿ (else γ); with --prioritized, `weight` is not 1.
+rewards and `discount` is γⁿ (else γ); with --prioritized, `weight` corrects for the sampling.
 """
 
 import copy
@@ -51,11 +51,11 @@ class Args(TransitionArgs):
     batch_size: int = 256
     """transitions of one gradient step"""
     buffer_size: int = 1_000_000
-    """transitions in the replay buffer"""
+    """capacity of the replay buffer, in transitions"""
     warmup_steps: int = 10_000
     """steps with uniformly random actions, before the first update"""
     learning_rate: float = 1e-3
-    """of Adam, for every network"""
+    """Adam's learning rate for every network"""
     gamma: float = 0.99
     """γ, the discount factor"""
     tau: float = 0.005
@@ -65,7 +65,7 @@ class Args(TransitionArgs):
     target_noise: float = 0.2
     """σ̃ of the noise on the target actor's actions"""
     target_noise_clip: float = 0.5
-    """c: limit of that noise"""
+    """c: the absolute value to which the target noise is clipped"""
     policy_delay: int = 2
     """d: updates of the critics per update of actor and target networks"""
     hidden_size: int = 256

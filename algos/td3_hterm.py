@@ -1,10 +1,10 @@
 """TD3 with the Hamiltonian term (H-term): td3.py plus a policy gradient along K-step windows.
 
 Liu & Fang 2020 (NeurIPS workshop); Liu, Li, Wu, Wang 2023, "Stationary Deep RL with Quantum K-spin
-Hamiltonian Regularization" (ICLR workshop). The energy H is minus the expected K-step return: where
-the actor of TD3 sees single states, it learns from H what K actions in a row led to. Windows are K
-steps in a row from the newest part of the replay buffer, u is the action before it is clipped, b
-the policy that drew it, m_j is 1 until an episode ends, V̄(s) = min_i Q̄_i(s, μ̄(s)):
+Hamiltonian Regularization" (ICLR workshop). The energy H is minus the expected K-step return: the
+actor of TD3 learns from single states, and from H also what K consecutive actions led to. A window
+is K consecutive steps from the newest part of the replay buffer, u is the action before clipping,
+b the policy that drew it, m_j is 1 until an episode ends, V̄(s) = min_i Q̄_i(s, μ̄(s)):
 
     δ_j = r_j + γ (1 − terminated_j) V̄(s_{j+1}) − V̄(s_j)
     ρ_j = min( 1, Π_{i≤j} π(u_i|s_i) / b(u_i|s_i) )            π = N(μ(s), σ²), which explores
@@ -15,9 +15,9 @@ the policy that drew it, m_j is 1 until an episode ends, V̄(s) = min_i Q̄_i(s,
 
     python algos/td3_hterm.py --env Hopper
 
-What differs from td3.py: `collect` stores u and log b; `hamiltonian_term`, its part of `update`.
-With λ_H = 0 the run is td3.py's, bit for bit. What differs from the paper: TD errors, importance
-ratios, newest windows, λ_H falls, the cap. No effect is shown so far (benchmark/results/hterm).
+What differs from td3.py: `collect` stores u, log b; `hamiltonian_term` and its part in `update`.
+With λ_H = 0 it is td3.py, bit for bit. What differs from the paper: TD errors, importance ratios,
+newest windows, falling λ_H, capped gradient. No effect is shown so far (benchmark/results/hterm).
 """
 
 import copy
@@ -52,11 +52,11 @@ class Args(ReplayArgs):
     batch_size: int = 256
     """transitions of one gradient step"""
     buffer_size: int = 1_000_000
-    """transitions in the replay buffer"""
+    """capacity of the replay buffer, in transitions"""
     warmup_steps: int = 10_000
     """steps with uniformly random actions, before the first update"""
     learning_rate: float = 1e-3
-    """of Adam, for every network"""
+    """Adam's learning rate for every network"""
     gamma: float = 0.99
     """γ, the discount factor"""
     tau: float = 0.005
@@ -68,11 +68,11 @@ class Args(ReplayArgs):
     hidden_size: int = 256
     """width of the two hidden layers of actor and critics"""
     hterm_coef: float = 0.125
-    """λ_H at first, weight of the H-term, which falls linearly to zero (0: td3.py)"""
+    """initial λ_H, the weight of the H-term; it falls linearly to zero (0: the same as td3.py)"""
     hterm_length: int = 8
-    """K, steps of a window; there are W = batch_size / K windows"""
+    """K, the number of steps in a window; a batch has W = batch_size / K windows"""
     hterm_newest: int = 1000
-    """windows are from so many of the newest transitions: of older ones ρ is about 0"""
+    """number of newest transitions that windows are drawn from; for older ones ρ is about 0"""
 
 
 LIMITS = {"hterm_length": (1, None), "hterm_newest": (1, None)}

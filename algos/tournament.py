@@ -1,22 +1,22 @@
 """Tournament-based ensemble training: an asynchronous pool of agents and a leaderboard.
 
-After ElegantRL-Podracer (Liu et al. 2021, arXiv:2112.05923). Nobody waits for anybody:
+After ElegantRL-Podracer (Liu et al. 2021, arXiv:2112.05923). No agent waits for another:
 
 - the orchestrator keeps as many agents in training as there is room for: with more cores or nodes
-  it starts more, with fewer it stops those with the weakest parents, which go on later;
-- the generator says what is trained next when there is room: a fresh agent, of one of the scripts
-  in turn, or one that goes on where an agent of the leaderboard ended;
+  it starts more, with fewer it stops those with the weakest parents and continues them later;
+- the generator chooses what is trained next when there is room: a fresh agent, of each script in
+  turn, or one that continues from where an agent of the leaderboard ended;
 - the updater scores a trained agent and puts it on the leaderboard, which has all past agents.
 
     python algos/tournament.py --algos ppo sac --env Hopper --agents 8 --root runs/t1
 
-The agent next in line goes on itself, unless the generator draws one with as many steps whose score
-is higher by more than the standard error of the gap: then it is replaced, and never drawn again. A
-copy goes on with other random numbers, and with hyper-parameters times 0.8 or 1.25.
+The agent next in line is continued, unless the generator draws one with as many steps whose score
+is higher by more than the standard error of the gap: a copy of that one replaces it, and the
+replaced one is never drawn. A copy has other random numbers, hyper-parameters times 0.8 or 1.25.
 
-What differs from the paper: scores are of episodes that nobody trained on, with their errors; only
-who is worse by more than that error is replaced; agents are compared at equal training; the
-best one is scored again on fresh episodes, since the highest of many scores is too high.
+What differs from the paper: scores have errors, and come from episodes that no agent trained on;
+only an agent that is worse by more than the error is replaced; agents are compared at equal steps;
+the best one is scored again on fresh episodes, since the highest of many scores is too high.
 """
 
 import math
@@ -35,14 +35,14 @@ class Args(PopulationArgs):
     algos: list[str] = field(default_factory=lambda: ["ppo"])
     """names of scripts in algos/, or paths, taken in turn by fresh agents"""
     segments: int = 0
-    """how many to train in all (0: as many as --agents need for their --total-steps)"""
+    """number of segments to train in all (0: as many as --agents need for --total-steps)"""
     strategy: Literal["best-of-k", "softmax", "truncation", "fresh"] = "best-of-k"
     """how agents are drawn from the leaderboard. softmax: by standardised scores; truncation: one
     of the best quarter; fresh: none, all agents are independent"""
     k: int = 3
-    """of best-of-k: how many are drawn, of which the best one is taken"""
+    """k of best-of-k: so many agents are drawn at random, and the best of them is taken"""
     fresh: float = 0.1
-    """probability to begin a new agent when no agent waits to go on"""
+    """probability of beginning a new agent when no agent waits to be continued"""
 
 
 def compete(population: Population, args: Args) -> None:

@@ -1,4 +1,4 @@
-"""Value decomposition networks (VDN): agents that share a reward learn values that add up to it.
+"""Value decomposition networks (VDN): agents that share a reward learn values whose sum is trained.
 
 Sunehag et al. 2017, arXiv:1706.05296. Each agent i has values Q_i of its own actions, given its own
 observation o^i; the value of the team is their sum, so that the best joint action consists of each
@@ -15,13 +15,13 @@ a* = argmax_a Q(o_{t+1}, a), the choice of double Q-learning,
 What differs from the paper:
 - feed-forward networks on the present observation, no LSTM; all agents share one network, which
   gets the agent's identity as an input; an action that is not available is never the best;
-- batches are windows of `num_steps` steps, from wherever in the replay buffer, not episodes; an
+- batches are windows of `num_steps` steps from anywhere in the replay buffer, not episodes; an
   episode that is truncated inside a window bootstraps from its true last observation;
 - rewards are stored as they are; when sampled they are divided by the present standard deviation
   of the return and clipped to ±10; observations are normalised;
 - double Q-learning, λ-returns, a learning rate annealed to zero, soft updates of the target;
-- w_t: errors where Q_tot is above y have the weight α (Rashid et al. 2020, arXiv:2006.10800), 0.1
-  to 1 in the run's first half: who does its part alone, for no reward yet, unlearns it more slowly.
+- w_t: where Q_tot is above y, errors have the weight α (Rashid et al. 2020, arXiv:2006.10800). It
+  rises from 0.1 to 1 in the run's first half: what pays only jointly is unlearned more slowly.
 """
 
 import copy
@@ -58,9 +58,9 @@ class Args(ReplayArgs):
     batch_size: int = 8
     """windows of one gradient step"""
     buffer_size: int = 50_000
-    """environment steps in the replay buffer"""
+    """capacity of the replay buffer, in environment steps"""
     learning_rate: float = 1e-3
-    """of Adam, annealed linearly to zero"""
+    """Adam's learning rate, annealed linearly to zero"""
     gamma: float = 0.95
     """γ, the discount factor"""
     tau: float = 0.01
@@ -72,7 +72,7 @@ class Args(ReplayArgs):
     exploration_fraction: float = 0.3
     """fraction of the run during which ε goes from 1 to --final-epsilon"""
     max_grad_norm: float = 10.0
-    """largest norm of the gradient, which is clipped to it"""
+    """maximum norm of the gradient; a larger gradient is scaled down to it"""
     hidden_size: int = 64
     """width of the two hidden layers"""
 

@@ -11,8 +11,8 @@ returns z_1 ... z_K: Q_i = Σ_k z_k p_ik. With p' those of the critic whose Q_i(
     python algos/xqc.py --env HalfCheetah
 
 What differs from crossq.py: `critic_loss`, `project`: cross-entropy has a bounded gradient. As
-`BatchNorm` follows each hidden layer, only the direction of weights counts; `normalize_weights`
-keeps a step's angle at what the learning rate sets: 3e-4 (1e-3), annealed to a tenth, β₁ 0.9 (0.5).
+`BatchNorm` follows each hidden layer, only the direction of weights counts; by `normalize_weights`
+the learning rate alone sets a step's angle: 3e-4 (1e-3), annealed to a tenth, β₁ 0.9 (0.5).
 Rewards are divided by σ, the standard deviation of the return; z is −5 to 5; four hidden layers; α
 begins at 0.01, H̄ is −dim(A)/2. Unlike the paper or its code: no target networks, 1 update a step
 (2), critics 256 wide (512), 4 environments, γ = 0.99 (1 − 5/episode length), rewards clipped to
@@ -56,11 +56,11 @@ class Args(TransitionArgs):
     batch_size: int = 256
     """transitions of one gradient step"""
     buffer_size: int = 1_000_000
-    """transitions in the replay buffer"""
+    """capacity of the replay buffer, in transitions"""
     warmup_steps: int = 5000
     """steps with uniformly random actions, before the first update"""
     learning_rate: float = 3e-4
-    """of Adam, for actor, critics and temperature, annealed linearly to a tenth"""
+    """Adam's learning rate for actor, critics and temperature, annealed linearly to a tenth"""
     gamma: float = 0.99
     """γ, the discount factor"""
     hidden_size: int = 256

@@ -221,10 +221,10 @@ def test_an_ensemble_is_scored_filmed_and_exported_as_one(members, tmp_path, cap
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
-        ((1.0,), r"--weights \(1.0,\): allowed is one a run, none below 0, not all 0"),
+        ((1.0,), r"--weights \(1.0,\): allowed is one per run, none below 0, not all 0"),
         ((1.0, -1.0), "none below 0"),
         ((0.0, 0.0), "not all 0"),
-        ((1.0, float("nan")), "one a run"),
+        ((1.0, float("nan")), "one per run"),
     ],
 )
 def test_weights_that_cannot_be(members, weights, message):

@@ -658,10 +658,10 @@ def test_mistakes_are_one_sentence(stand_in, tmp_path, capsys):
     fails(tournament, f"{was} and is now tournament", "", root, "tournament")
     other = tmp_path / "other"
     (other / "flight" / "diary").mkdir(parents=True)
-    fails(known, f"--root {other} has {other}/flight/diary, of something else", "", other)
+    fails(known, f"--root {other} has {other}/flight/diary, not of a population", "", other)
     assert (other / "flight" / "diary").exists()
     (other / "flight" / "diary").rename(other / "args.json")  # a run's folder
-    fails(known, f"--root {other} has {other}/args.json, of something else", "", other)
+    fails(known, f"--root {other} has {other}/args.json, not of a population", "", other)
     file = stand_in / "trainer.py"
     fails(known, f"--root {file}: Not a directory ({file}/agents)", "", file)
     lines = ROOT / "benchmark" / "lines.py"
@@ -670,7 +670,7 @@ def test_mistakes_are_one_sentence(stand_in, tmp_path, capsys):
     fails(f"--algo {stand_in}/other.py", "other.py, which has no Args and TUNED")
     fails("", "--total-steps stands after --, but the population sets it", "--total-steps 5")
     fails(known, "--gamma is 7.0; allowed is from 0 to 1", "--gamma 7")
-    fails("--cpus 1000", "--cpus 1000 --gpus 0: no room for a run here")
+    fails("--cpus 1000", "--cpus 1000 --gpus 0: no room here for a run")
     with mock.patch.dict(sys.modules, ray=None):
         advice = 'pip install -e ".[cluster]"'
         fails("--cluster auto", f"--cluster is auto, which needs Ray: {advice}")
@@ -678,7 +678,7 @@ def test_mistakes_are_one_sentence(stand_in, tmp_path, capsys):
         drive("tournament", new, "--algos ppo sac --env Known", "--epochs 3")
     assert "--epochs" in (said := capsys.readouterr().err) and "sac.py" in said
     why = "losses/policy is nan at step 0: training stopped"
-    said = f"generation 1 failed: exit status 1: {why}; mend it, and begin with another --root"
+    said = f"generation 1 failed: exit status 1: {why}; correct it, and begin with another --root"
     fails(known, said, "--fails 100", tmp_path / "failing")
     said = f"the first three segments of {stand_in}/trainer.py failed, see {tmp_path}/third/failed"
     known = known.replace("--algo ", "--algos ").replace("agents 1", "agents 4")

@@ -779,7 +779,7 @@ def test_a_negated_flag_is_not_ignored_on_resume(tmp_path):
     (tmp_path / "args.json").write_text(json.dumps(saved))
     given = sac.Args(resume=str(tmp_path), save_replay=False)
     given.typed = ["--no-save-replay"]
-    with pytest.raises(UserError, match="--save-replay is False, but a resumed run has its own"):
+    with pytest.raises(UserError, match="--save-replay is False, but a resumed run keeps its own"):
         saved_args(given, "sac")
 
 
@@ -1182,7 +1182,7 @@ def test_a_run_that_is_made_longer_says_that_its_schedules_jump(tmp_path, monkey
         saved_args(ppo.Args(resume=str(tmp_path), total_steps=int(steps)), "ppo")
         out = capsys.readouterr().out
         assert out.startswith(said) and out.count("schedule") == bool(said)
-    with pytest.raises(UserError, match=r"--total-steps is 400, but .* has its own \(500\)"):
+    with pytest.raises(UserError, match=r"--total-steps is 400, but .* keeps its own \(500\)"):
         saved_args(ppo.Args(resume=str(tmp_path), total_steps=400), "ppo")
 
 
@@ -1231,7 +1231,7 @@ def test_bad_input_is_one_sentence(stopped, tmp_path):
         ("--total-steps many", "--total-steps", "many"),
         ("--device gpu", "--device", "gpu", "cuda"),
         ("--num-envs 2.5", "--num-envs", "2.5"),
-        (f"--resume {tmp_path}/nowhere", "--resume", "nowhere", "no run lies there"),
+        (f"--resume {tmp_path}/nowhere", "--resume", "nowhere", "there is no run in this folder"),
         (f"--resume {tmp_path}/file", "--resume", "file"),
         (f"--resume {tmp_path}/without", "--resume", "without"),
         (f"--resume {tmp_path}/torn", "--resume", "torn"),

@@ -36,33 +36,33 @@ FRESH = 3 * 2**29  # first seed of those that score the winner again
 
 @dataclass
 class PopulationArgs:
-    """What both programs share. After -- come flags for the scripts: -- --num-envs 32"""
+    """The arguments of both programs. After -- come flags for the scripts: -- --num-envs 32"""
 
     env: str = "Hopper"
     """environment, as in the scripts"""
     total_steps: int = 1_000_000
-    """environment steps of an agent's whole training, which its schedules follow"""
+    """environment steps of an agent's whole training, over which its schedules extend"""
     period: int = 0
     """steps of a segment, after which agents are scored and selected (0: a tenth of
     --total-steps, at least one rollout)"""
     agents: int = 8
-    """how many are trained side by side, as far as there is room for them"""
+    """number of agents, which are trained side by side as far as there is room"""
     root: str = ""
-    """folder of the population; the same command again goes on (empty: runs/{program}__{env})"""
+    """folder of the population; the same command continues it (empty: runs/{program}__{env})"""
     eval_episodes: int = 20
-    """episodes of a score, by seeds that nobody has trained on"""
+    """episodes that score an agent, with seeds that no agent was trained on"""
     perturb: list[str] = field(default_factory=lambda: ["learning_rate"])
     """hyper-parameters that differ by agent, and change by 0.8 or 1.25 when an agent is copied"""
     same_hyperparameters: bool = False
-    """change none: selection alone"""
+    """change no hyper-parameters; only select agents"""
     seed: int = 0
-    """of everything that is random"""
+    """seed of everything that is random"""
     cluster: str = "none"
     """where segments run: none (this machine), auto or an address (a Ray cluster)"""
     cpus: float = 1.0
     """cores, and so threads, of one run; with 0.5 two runs share a core"""
     gpus: float = 0.0
-    """GPUs of one run, of which parts are allowed (0: it trains on the CPU)"""
+    """GPUs of one run; fractions are allowed (0: it trains on the CPU)"""
     replay: str = ""
     """train the segments that led to the agent with this number again, in {root}/replay/"""
 

@@ -24,7 +24,7 @@ class Journal:
             if not all(isinstance(line, dict) and "event" in line for line in self.lines):
                 raise ValueError("a line is not an event")
         except ValueError as error:
-            raise UserError(f"{path} is damaged ({error}); mend or remove that line") from None
+            raise UserError(f"{path} is damaged ({error}); repair or remove that line") from None
         self._file = open(path, "a")
 
     def note(self, event: str, **facts: Any) -> None:

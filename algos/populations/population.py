@@ -43,7 +43,7 @@ class Population:
         self.hyperparameters, self.period = agents.settings(algos, args, words)
         self.pool = segments.connect(args.cluster, args.cpus, args.gpus, args.agents)
         if args.cluster == "none" and not self.pool.slots():
-            raise UserError(f"--cpus {args.cpus:g} --gpus {args.gpus:g}: no room for a run here")
+            raise UserError(f"--cpus {args.cpus:g} --gpus {args.gpus:g}: no room here for a run")
         self.agents: dict[str, Agent] = {}
         self.flights: dict[str, Agent] = {}
         self.running: list[tuple[str, str]] = []  # (agent, part): "0" ... of its runs, or "score"
@@ -66,7 +66,7 @@ class Population:
             found = [x for name in FOLDERS for x in self.root.glob(f"{name}/*")]
             found += self.root.glob("args.json")  # of a run
             if found:
-                what = f"{found[0]}, of something else"
+                what = f"{found[0]}, not of a population"
                 raise UserError(f"--root {self.root} has {what}; name another")
         for name in FOLDERS:
             (self.root / name).mkdir(parents=True, exist_ok=True)
@@ -119,7 +119,7 @@ class Population:
 
     def cannot_write(self, error: OSError) -> UserError:
         why = f"{error.strerror or error}" + f" ({error.filename})" * bool(error.filename)
-        return UserError(f"--root {self.root}: {why}; the same command goes on when that is mended")
+        return UserError(f"--root {self.root}: {why}; the same command goes on when that is fixed")
 
     def _corrupt(self, name: str, why: str) -> None:
         warn(f"{self.root / 'agents' / name} is damaged ({why}); it is left out.")
@@ -388,7 +388,7 @@ def _ending(population: Population) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        tell("\nStopping: segments save (a cluster's do not). The same command goes on.")
+        tell("\nStopping: the runs save first (not those on a cluster). The same command goes on.")
         population.close(gently=True)
         raise
     except OSError as error:

@@ -1,18 +1,18 @@
-"""The shared code of the scripts: what they import, and what happens when.
+"""The shared code of the scripts: what they import, and in which order a run uses it.
 
     run = Run(args, __file__)
         checks the arguments, replaces every `auto`, joins the other learners, seeds torch
     args = run.args
-        those of this learner, one of `run.world_size`
+        the arguments of this learner, one of `run.world_size`
     workers = Workers(run, collect)
         makes the environments, here or in --num-workers processes
     agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
     rollout = workers.start(agent, args.num_steps)
-        starts the processes; `rollout` still holds zeros, tensors (num_steps, num_envs, ...)
+        starts the processes; `rollout` has tensors (num_steps, num_envs, ...), which are still 0
     replay = ReplayBuffer(run, rollout, args.buffer_size)    # where the algorithm has one
     loss = run.compile(loss)                   # the same function, compiled as --compile says
     step = run.start(agent=agent, optimizer=optimizer, workers=workers)
-        makes the run folder, or after --resume puts back what it holds; starts the evaluator
+        makes the run folder, or after --resume restores the saved state; starts the evaluator
     while step < args.total_steps:
         rollout = workers.collect()            # collect(agent, envs, rollout), wherever they are
         ...                                    # the algorithm; between backward() and step():
@@ -24,8 +24,8 @@
     return run.finish(step)                    # the last save and evaluation, a summary
 
 `agent` is an `nn.Module` whose `forward` is the deterministic policy: raw observation in, action of
-the environment out. Weights and trajectories cross process borders in shared memory; the pipes
-carry only signals. Children die with their parent, however it dies. Several learners: learners.py.
+the environment out. Weights and trajectories cross process borders in shared memory; pipes carry
+only signals. Children end with their parent, however it ends. Several learners: learners.py.
 """
 
 from torch.distributions import Distribution

@@ -31,7 +31,7 @@ class UserError(Exception):
 
 @dataclasses.dataclass
 class RunArgs:
-    """The command line that every script shares, what is typed most often first."""
+    """The arguments that all scripts share; those that are typed most often come first."""
 
     typed = ()  # its words, where there is one
     env: str = "Ant"
@@ -53,37 +53,37 @@ class RunArgs:
     eval_episodes: int = 10
     """episodes of one evaluation"""
     checkpoint_every: int = 100_000
-    """steps between checkpoints (ten minutes at most)"""
+    """steps between checkpoints (one is also saved ten minutes after the last)"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """where networks and simulation run (auto: the GPU where there is one)"""
     env_device: Literal["same", "cpu", "cuda"] = "same"
-    """where environments simulate (same: as the networks, if they can; in workers: the CPU)"""
+    """where environments are simulated (same: with the networks, if possible; workers: CPU)"""
     num_workers: int = 0
-    """processes that collect (0: this one, right for GPU and MuJoCo environments)"""
+    """processes that collect (0: only this one, which suits GPU and MuJoCo environments)"""
     env_threads: int = 0
-    """threads that step MuJoCo on a CPU (0: one a core, shared among the workers)"""
+    """threads that step MuJoCo on a CPU (0: one per core, shared among the workers)"""
     torch_threads: int = 0
-    """threads of tensor operations on a CPU (0: one, or up to 8 where measured to be faster)"""
+    """threads of torch on a CPU (0: one, or up to 8 if a measurement finds them faster)"""
     compile: Literal["auto", "none", "default", "graphs"] = "auto"
-    """torch.compile of losses and short rollouts (default); CUDA graphs; auto: what pays here"""
+    """default: torch.compile; graphs: CUDA graphs; auto: default if the run is long, else none"""
 
 
 @dataclasses.dataclass
 class ReplayArgs(RunArgs):
-    """What scripts with a replay buffer share besides."""
+    """Further arguments, of the scripts that have a replay buffer."""
 
     save_replay: bool = True
-    """save the replay buffer in the checkpoint; without it a resumed run fills it anew"""
+    """save the replay buffer in the checkpoint; otherwise a resumed run fills a new one"""
     log_every: int = 1000
     """steps between entries of the losses in metrics.csv"""
 
 
 @dataclasses.dataclass
 class TransitionArgs(ReplayArgs):
-    """What scripts share besides that sample single transitions from the replay buffer."""
+    """Further arguments, of the scripts that sample single transitions from the buffer."""
 
     n_step: int = 1
-    """rewards summed before the value of the state after them is added (multi-step returns)"""
+    """n of n-step returns: the number of rewards that are summed before bootstrapping"""
     prioritized: bool = False
     """sample in proportion to the TD error (Schaul 2016) instead of uniformly"""
 
@@ -136,7 +136,7 @@ def resolve(args: RunArgs, script: str, limits: dict[str, tuple]) -> RunArgs:
         least = f"at least --warmup-steps, {warmup}, before which nothing is learned"
         raise UserError(f"--total-steps is {args.total_steps}; allowed is {least}")
     if args.env_device == "cuda" and args.num_workers:
-        raise UserError("--env-device is cuda, but --num-workers simulate on the CPU; drop one")
+        raise UserError("--env-device is cuda, but --num-workers simulate on the CPU; omit one")
     for name, other in (("device", "auto"), ("env_device", "same")):
         if (value := getattr(args, name)) not in ("cpu", other) and not gpu:
             advice = f"for a new run use cpu or {other}"
@@ -165,7 +165,7 @@ def learners_share(args: RunArgs, rank: int, learners: int, limits: dict[str, tu
     if learners == 1:
         return args
     if args.pause_at:
-        raise UserError(f"--pause-at is {args.pause_at}, but {learners} learners have no pause")
+        raise UserError(f"--pause-at is {args.pause_at}, but {learners} learners cannot pause")
     args = dataclasses.replace(args)
     for name in (name for name in SHARED if hasattr(args, name)):
         value = getattr(args, name)
@@ -183,14 +183,14 @@ def learners_share(args: RunArgs, rank: int, learners: int, limits: dict[str, tu
 def saved_args(given: RunArgs, script: str) -> RunArgs:
     """The arguments in the folder given.resume; --pause-at and --total-steps may be given anew."""
     if not (path := Path(given.resume) / "args.json").exists():
-        raise UserError(f"--resume {given.resume}: no run lies there, for it has no {path.name}")
+        raise UserError(f"--resume {given.resume}: there is no run in this folder (no {path.name})")
     try:
         content = json.loads(path.read_text())
         saved = type(given)(**content["args"]) if content["script"] == script else given
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"--resume {given.resume}: {path} cannot be read ({error})") from None
     if (made_by := content["script"]) != script:
-        raise UserError(f"--resume {given.resume}: that run is of {made_by}, not {script}")
+        raise UserError(f"--resume {given.resume}: that run is of {made_by}.py, not {script}.py")
     typed = {re.sub("^--no-", "--", x.partition("=")[0].replace("_", "-")) for x in given.typed}
     again = {**AUTO, "run_dir": given.resume, "resume": given.resume}
     for field in dataclasses.fields(given):
@@ -199,7 +199,7 @@ def saved_args(given: RunArgs, script: str) -> RunArgs:
         if name == "pause_at" or unsaid or value in (before, again.get(name, before)):
             continue
         if name != "total_steps" or value < before:
-            raise UserError(f"{flag(name)} is {value}, but a resumed run has its own ({before})")
+            raise UserError(f"{flag(name)} is {value}, but a resumed run keeps its own ({before})")
         saved.total_steps = value
         jumps = "every schedule that follows it (learning rate, exploration, beta) jumps"
         tell(f"--total-steps was {before} and is now {value}: {jumps}.")

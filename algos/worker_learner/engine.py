@@ -25,7 +25,7 @@ LONGEST_COMPILED = 16  # steps of a rollout, which the compiler writes out one a
 
 
 def choose_compile(args: Any, device: str, resumed: bool, learners: int = 1) -> str:
-    """--compile, and what `auto` is here: `default` where it repays the time that it takes."""
+    """--compile, with `auto` replaced: by `default` where it repays the time that it takes."""
     compiler = any(map(shutil.which, (os.environ.get("CXX", "c++"), "g++", "clang++")))
     compiler &= os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h"))
     if args.compile == "auto":
@@ -51,7 +51,7 @@ def gradient_steps(args: Any) -> float:
 
 
 def choose_threads(args: Any) -> int:
-    """--torch-threads, and what 0 is here: up to 8 where they multiply matrices faster than one.
+    """--torch-threads, with 0 replaced: by up to 8 if they multiply matrices faster than one.
 
     Measured, for it depends on what else runs: a core that another process uses makes all threads
     wait at the end of each operation. In narrow networks they wait more than they work.
@@ -77,7 +77,7 @@ def prepare(args: Any, world_size: int) -> None:
     if args.device == "cuda" and world_size > 1:
         index, count = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
         if index >= count:
-            raise UserError(f"--nproc-per-node is more than this machine's GPUs, {count}")
+            raise UserError(f"--nproc-per-node is more than the {count} GPUs of this machine")
         torch.cuda.set_device(index)
     if args.compile == "graphs":  # on the first stream nothing can be recorded, nor beside it
         torch.cuda.set_stream(torch.cuda.Stream())

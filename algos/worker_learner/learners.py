@@ -5,7 +5,7 @@ whole run: each learner has an N-th of the envs, the workers and the batch, and 
 replay buffer; `step` counts the steps of all. They begin with learner 0's weights and average their
 gradients; what is computed over a batch (statistics, mean advantages, a KL divergence) comes from
 `…_over_learners`: N learners do what one would do with the whole batch. Learner 0 evaluates, logs,
-prints and saves; checkpoint.rankK.pt has another's envs, replay buffer and random generator.
+prints and saves; checkpoint.rankK.pt has learner K's envs, replay buffer and random generator.
 """
 
 import contextlib

@@ -17,8 +17,8 @@ class ReplayBuffer:
 
     T = ceil(capacity / N) time steps of N envs on the learner's device, of all that `rollout` has
     except its episode statistics; with several learners, each has its own part of the capacity, and
-    len is that of all of them. next_obs is the true one at an episode's end. Row `position` is
-    written next: when full it holds the oldest step, and nothing that is drawn crosses this seam.
+    len counts all of them. next_obs is the true one at an episode's end. Row `position` is written
+    next: when full it holds the oldest step, and nothing that is drawn crosses this seam.
     `n_step`, `gamma` and `prioritized` are the run's arguments, where it has them. If prioritised,
     transition i is drawn with probability P(i) = p_i / Σ p, p = (|δ| + ε)^α, and weighted by
     (size · P(i))^−β over the largest such weight of this learner's batch (Schaul 2016,
@@ -160,7 +160,7 @@ class ReplayBuffer:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if not state:
-            tell("Not exact: the replay buffer was not saved (--no-save-replay); it fills anew.")
+            tell("Not exact: the replay buffer was not saved (--no-save-replay); it starts empty.")
             return
         for name, tensor in state["data"].items():
             self.data[name][: len(tensor)] = tensor

@@ -92,7 +92,7 @@ class Run:
                 self.at_end.callback(files.unlock, self.dir)
             pending = self._load_state()
             if self.step and not workers.go_on:
-                where = "CraneRL's own, in one process on a CPU and for as many learners,"
+                where = "CraneRL's own, in one process on a CPU, with the same number of learners,"
                 tell(f"Not exact: environments start new episodes; only {where} can be restored.")
                 workers.start_anew(self.step)
                 self.end_episodes()
@@ -291,7 +291,7 @@ class Run:
             self.close()
             raise SystemExit(128 + number)
         with contextlib.suppress(RuntimeError):  # it came during another print
-            tell("Stopping after this iteration; once more to stop at once, without saving.")
+            tell("Stopping after this iteration; repeat Ctrl-C to stop at once, without saving.")
 
     def _describe(self, agent: nn.Module) -> None:
         args, count = self.args, sum(p.numel() for p in agent.parameters())
@@ -376,7 +376,7 @@ class Run:
                 torch.manual_seed(self.args.seed + self.step)
                 self._state["workers"].go_on = False
                 why = f"{now['world_size']} learner(s) saved, now there are {self.world_size}"
-                tell(f"Not exact: {why}, or a file is missing. Replay buffers fill anew.")
+                tell(f"Not exact: {why}, or a file is missing. Replay buffers start empty.")
             return saved["pending_evaluations"] if saved and self.rank == 0 else []
         self._put_back(self._state, saved, saved["run"])
         return saved.get("pending_evaluations", [])

@@ -369,5 +369,5 @@ def _check_actions(env: str, space: gymnasium.Space, actions: str, multi_agent: 
     if not discrete:
         width = torch.tensor(space.high) - torch.tensor(space.low)
         if not width.float().isfinite().all():
-            what = "actions without bounds, or too far apart for float32"
-            raise UserError(f"--env {env} has {what}; give its action space others")
+            what = "actions without bounds, or with bounds too far apart for float32"
+            raise UserError(f"--env {env} has {what}; change its action space")
