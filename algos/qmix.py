@@ -18,7 +18,7 @@ What differs from vdn.py:
 - All errors have the same weight: the mixing network needed no w_t. γ is 0.9 (0.95 there).
 What differs from the paper: what vdn.py names except w_t (paper: a GRU that also sees the agent's
 last action; 32 episodes a batch; one step, max_a Q̄_tot; RMSProp, 5e-4); γ = 0.9 (0.99); the mixing
-network is initialised close to the sum plus A.
+network begins close to Σ_i Q^i + A (`Mixer` says why).
 """
 
 import copy
