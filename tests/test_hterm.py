@@ -27,12 +27,17 @@ TINY = {
 
 
 def test_lambda_zero_is_the_base_algorithm_bit_for_bit(tmp_path):
-    weights = []
+    weights, logs = [], []
+    fast = {**TINY, "learning_rate": 0.05}  # else no ratio reaches the clip
     for script, options in ((ppo, {}), (ppo_hterm, {"hterm_coef": 0.0}), (ppo_hterm, {})):
         run_dir = tmp_path / str(len(weights))
-        script.train(script.Args(**TINY, **options, run_dir=str(run_dir)))
+        script.train(script.Args(**fast, **options, run_dir=str(run_dir)))
         weights.append(torch.load(run_dir / "last.pt", weights_only=True)["agent"])
+        rows = [line.split(",") for line in open(run_dir / "metrics.csv")]
+        logs.append({(step, tag): x for step, _, tag, x in rows if tag.startswith("losses/")})
     base, zero, with_term = weights
+    assert logs[1].items() < logs[0].items() and logs[1].keys() < logs[2].keys()
+    assert max(float(x) for (_, tag), x in logs[0].items() if tag == "losses/clip_fraction") > 0.01
     assert all(torch.equal(base[name], zero[name]) for name in base)
     assert not all(torch.equal(base[name], with_term[name]) for name in base)
 
