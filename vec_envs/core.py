@@ -11,7 +11,7 @@ A `VecEnv` is a `gymnasium.vector.VectorEnv` whose arrays are torch tensors, bat
   `final_obs` is always the whole (N, obs_dim) tensor of true next observations, so that a learner
   reads it without asking where an episode ended.
 - `info["episode_return"]`, `info["episode_length"]` (N,): statistics of the running episode,
-  final where it ended.
+  final where it ended. `info["success"]` (N,), 0 or 1, may say whether the step was a success.
   Do not change a returned tensor in place: `obs`, `env.obs` and, where no episode ended,
   `final_obs` are the same tensor.
 - Actions are in the env's own bounds (`single_action_space`). The env clips those out of bounds; a

@@ -174,6 +174,7 @@ class _FlatEnv:
         given = own_action(action, self.action_space)
         observation, reward, terminated, truncated, info = self.env.step(given)
         self.seen = self.flat(observation)
+        self.success = None if self.success is None else 0.0  # some say only that there was one
         for name in ("is_success", "success"):  # gymnasium_robotics, panda_gym; Meta-World
             said = np.asarray(info.get(name))
             if said.size == 1 and said.dtype.kind in "biuf":  # not where it is None, or a text
