@@ -98,7 +98,7 @@ class BatchRenorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         running_std = (self.var + 1e-3).sqrt()
         if not self.training:
-            return (x - self.mean) / running_std * self.scale + self.shift
+            return (x - self.mean) * (self.scale / running_std) + self.shift
         var, mean = var_mean_over_learners(x, 0)
         std = (var + 1e-3).sqrt()
         with torch.no_grad():
@@ -108,7 +108,7 @@ class BatchRenorm(nn.Module):
             self.mean.lerp_(mean, 0.01)
             self.var.lerp_(var, 0.01)
             self.batches += 1
-        return ((x - mean) / std * r + d) * self.scale + self.shift
+        return (x - mean) * (self.scale * r / std) + (self.scale * d + self.shift)
 
 
 def mlp(inputs: int, hidden: int, outputs: int) -> nn.Sequential:

@@ -77,8 +77,8 @@ def _mean(x: Tensor) -> Tensor:
 
 def var_mean_over_learners(x: Tensor, dim: int | None = None) -> tuple[Tensor, Tensor]:
     """torch.var_mean(x, dim, correction=0) of the union of all learners' x, all of one shape."""
-    mean = x.mean(dim, keepdim=True)
-    var = (x - mean).square().mean(dim=dim)  # torch.var_mean is slow on a CPU
+    mean = x.mean(dim, keepdim=True)  # by which the derivative of var is 0
+    var = (x - mean.detach()).square().mean(dim=dim)  # torch.var_mean is slow on a CPU
     mean = mean.view_as(var)
     if world_size() == 1:
         return var, mean
