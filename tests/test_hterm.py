@@ -1,11 +1,10 @@
 """What must hold of PPO's H-term."""
 
-import signal
-
 import gymnasium
 import numpy as np
 import pytest
 import torch
+from interrupted import both_checkpoints
 
 from algos import ppo, ppo_hterm
 from algos.worker_learner import UserError
@@ -264,23 +263,7 @@ def test_the_weight_of_the_term_falls_to_zero(tmp_path, monkeypatch):
 
 def test_resume_is_bit_identical_with_a_full_memory(tmp_path, monkeypatch):
     tiny = {**TINY, "hterm_memory": 3}
-    ppo_hterm.train(ppo_hterm.Args(**tiny, run_dir=str(tmp_path / "whole")))
-    calls, update = iter(range(100)), ppo_hterm.update
-
-    def interrupted(*args):
-        if next(calls) == 7:
-            signal.raise_signal(signal.SIGINT)
-        return update(*args)
-
-    monkeypatch.setattr(ppo_hterm, "update", interrupted)
-    with pytest.raises(SystemExit):
-        ppo_hterm.train(ppo_hterm.Args(**tiny, run_dir=str(tmp_path / "parts")))
-    ppo_hterm.train(ppo_hterm.Args(resume=str(tmp_path / "parts")))
-    ours, theirs = (
-        torch.load(tmp_path / name / "checkpoint.pt", weights_only=True)
-        for name in ("parts", "whole")
-    )
-    assert ours["run"]["step"] == theirs["run"]["step"] == 1024
+    ours, theirs = both_checkpoints(ppo_hterm, tiny, 7, tmp_path, monkeypatch)
     assert all(torch.equal(x, theirs["agent"][name]) for name, x in ours["agent"].items())
     memories = ours["memory"], theirs["memory"]
     assert [m["rows"] for m in memories] == [48, 48]

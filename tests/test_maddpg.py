@@ -1,12 +1,12 @@
 """MADDPG and MATD3: losses and gradients against loops in double precision, draws, runs."""
 
-import signal
 import types
 
 import gymnasium
 import numpy as np
 import pytest
 import torch
+from interrupted import both_checkpoints
 
 from algos import maddpg, matd3, play
 from algos.worker_learner import UserError
@@ -311,26 +311,9 @@ def test_who_moves_when(script, delay):
 @pytest.mark.parametrize("env", ["SpeakerListener", "SpeakerListenerContinuous"])
 def test_resume_is_bit_identical(script, env, tmp_path, monkeypatch):
     tiny = {**TINY, "env": env, "total_steps": 1000, "warmup_steps": 100, "buffer_size": 600}
-    script.train(script.Args(**tiny, run_dir=str(tmp_path / "whole")))
-    calls, update = iter(range(1000)), script.update
-
-    def interrupted(*args):
-        if next(calls) == 9:
-            signal.raise_signal(signal.SIGINT)
-        return update(*args)
-
-    monkeypatch.setattr(script, "update", interrupted)
-    with pytest.raises(SystemExit):
-        script.train(script.Args(**tiny, run_dir=str(tmp_path / "parts")))
-    script.train(script.Args(resume=str(tmp_path / "parts")))
-    ours, theirs = (
-        torch.load(tmp_path / name / "checkpoint.pt", weights_only=True)
-        for name in ("parts", "whole")
-    )
-    assert ours["run"]["step"] == theirs["run"]["step"] == 1000
+    ours, theirs = both_checkpoints(script, tiny, 9, tmp_path, monkeypatch)
     for part in ("agent", "target", "workers"):
         torch.testing.assert_close(ours[part], theirs[part], rtol=0, atol=0)
-    assert ours["run"]["last_return"] == theirs["run"]["last_return"]
 
 
 def test_opponents_and_play(tmp_path, capsys):

@@ -1,12 +1,12 @@
 """MAPPO: what it adds to PPO, piece by piece; runs with several agents."""
 
-import signal
 import types
 
 import gymnasium
 import numpy as np
 import pytest
 import torch
+from interrupted import both_checkpoints
 
 from algos import mappo, play, ppo
 from algos.worker_learner import UserError
@@ -230,26 +230,9 @@ def test_agents_that_differ_have_statistics_of_their_own():
 
 def test_resume_is_bit_identical(tmp_path, monkeypatch):
     tiny = {**TINY, "env": "SpeakerListener", "total_steps": 1500, "num_steps": 25}
-    mappo.train(mappo.Args(**tiny, run_dir=str(tmp_path / "whole")))
-    calls, update = iter(range(100)), mappo.update
-
-    def interrupted(*args):
-        if next(calls) == 6:
-            signal.raise_signal(signal.SIGINT)
-        return update(*args)
-
-    monkeypatch.setattr(mappo, "update", interrupted)
-    with pytest.raises(SystemExit):
-        mappo.train(mappo.Args(**tiny, run_dir=str(tmp_path / "parts")))
-    mappo.train(mappo.Args(resume=str(tmp_path / "parts")))
-    ours, theirs = (
-        torch.load(tmp_path / name / "checkpoint.pt", weights_only=True)
-        for name in ("parts", "whole")
-    )
-    assert ours["run"]["step"] == theirs["run"]["step"] == 1500
+    ours, theirs = both_checkpoints(mappo, tiny, 6, tmp_path, monkeypatch)
     for part in ("agent", "workers"):
         torch.testing.assert_close(ours[part], theirs[part], rtol=0, atol=0)
-    assert ours["run"]["last_return"] == theirs["run"]["last_return"]
 
 
 def test_workers_and_play(tmp_path, capsys):

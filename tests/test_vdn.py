@@ -1,13 +1,13 @@
 """VDN and QMIX: gradients against loops in double precision, mixing, exploration, replay, runs."""
 
 import copy
-import signal
 import types
 
 import gymnasium
 import numpy as np
 import pytest
 import torch
+from interrupted import both_checkpoints
 
 from algos import play, qmix, vdn
 from algos.worker_learner import ReplayBuffer, UserError
@@ -303,26 +303,9 @@ def test_resume_is_bit_identical(script, tmp_path, monkeypatch):
     """With rollouts that end in mid-episode."""
     tiny = {**TINY, "env": "SpeakerListener", "total_steps": 1200, "num_steps": 15}
     tiny |= {"updates": 2, "buffer_size": 600}
-    script.train(script.Args(**tiny, run_dir=str(tmp_path / "whole")))
-    calls, update = iter(range(1000)), script.update
-
-    def interrupted(*args):
-        if next(calls) == 22:
-            signal.raise_signal(signal.SIGINT)
-        return update(*args)
-
-    monkeypatch.setattr(script, "update", interrupted)
-    with pytest.raises(SystemExit):
-        script.train(script.Args(**tiny, run_dir=str(tmp_path / "parts")))
-    script.train(script.Args(resume=str(tmp_path / "parts")))
-    ours, theirs = (
-        torch.load(tmp_path / name / "checkpoint.pt", weights_only=True)
-        for name in ("parts", "whole")
-    )
-    assert ours["run"]["step"] == theirs["run"]["step"] == 1200
+    ours, theirs = both_checkpoints(script, tiny, 22, tmp_path, monkeypatch)
     for part in ("agent", "target", "workers", "replay"):
         torch.testing.assert_close(ours[part], theirs[part], rtol=0, atol=0)
-    assert ours["run"]["last_return"] == theirs["run"]["last_return"]
 
 
 @BOTH
