@@ -23,14 +23,6 @@ OPTIONS = [
 NUM_ENVS = 8
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def actions(env, rng, beyond=1.5):
     """Random in the first half of the envs, in the second a policy good enough to end episodes.
 

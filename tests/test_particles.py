@@ -14,14 +14,6 @@ MPE2 = {"Spread": "simple_spread_v3", "SpeakerListener": "simple_speaker_listene
 NAMES = [name + kind for name in MPE2 for kind in ("", "Continuous")]
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def original(name: str):
     """mpe2's parallel env, and its world."""
     module = importlib.import_module(f"mpe2.{MPE2[name.removesuffix('Continuous')]}")
