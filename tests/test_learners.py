@@ -173,7 +173,7 @@ def same(a, b) -> bool:
 def test_a_killed_learner_and_ctrl_c_change_nothing(tmp_path):
     """Learner 1 is killed, the engine restarts both; Ctrl-C; the printed command: the same end."""
     flags = f"{TINY} --total-steps {TOTAL} --seed 1"
-    two = "--nproc-per-node 2"
+    two = "--standalone --nproc-per-node 2"  # two at the same time, which torch 2.6 needs told
     reference = f"{flags} --run-dir {tmp_path / 'reference'}"
     reference = Torchrun(tmp_path / "1", two, reference, COUNT_THREADS)
     killed = sabotage(1, 0, 3, "os.kill(os.getpid(), signal.SIGKILL)")
