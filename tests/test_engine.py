@@ -57,6 +57,23 @@ def test_omp_num_threads_is_a_limit(limit, most, monkeypatch):
     assert chosen in (1, most) and tried == ([1, most] if most > 1 else [])
 
 
+def test_more_threads_only_where_they_are_faster(monkeypatch, capsys):
+    """Beside another program the typical product is as fast as before; a few wait very long."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(engine, "available_cores", lambda: 2)
+    for factor, chosen in ((1.9, 2), (1.2, 1), (0.3, 1)):
+        monkeypatch.setattr(engine, "gain", lambda threads, factor=factor: factor)
+        assert engine.choose_threads(sac.Args()) == chosen
+    args, gains = sac.Args(torch_threads=2), iter((1.2, 0.3, 1.2, 0.3, 0.3))
+    monkeypatch.setattr(engine, "gain", lambda threads: next(gains))
+    for left in (2, 2, 1):  # only what is slow twice is given up
+        engine.recheck_threads(args)
+        assert args.torch_threads == left == torch.get_num_threads()
+    engine.recheck_threads(args)  # it has no gains left to ask for
+    said = "Other programs use the cores: this run goes on with one torch thread.\n"
+    assert capsys.readouterr().out == said
+
+
 def test_without_a_compiler(monkeypatch, capsys):
     """A new run says so; one that began with a compiler goes on without, for it takes no flag."""
     monkeypatch.setattr(shutil, "which", lambda name: None)

@@ -146,7 +146,7 @@ def test_all_that_environments_elsewhere_give_is_where_the_learner_is(script, en
     given = [obs, *results, *info.values(), envs.obs]
     given += [envs.state, envs.alive] if envs.num_agents else []
     assert {x.device.type for x in given} == {here.type} == {envs.device.type}
-    assert envs.max_episode_steps == envs.envs.max_episode_steps and not envs.compilable
+    assert envs.max_episode_steps == envs.envs.max_episode_steps
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there it is an error instead")

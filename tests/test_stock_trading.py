@@ -281,7 +281,7 @@ def test_resumes_exactly_and_seeds_are_reproduced():
         assert all(torch.equal(a, b) for a, b in zip(ours[:4], theirs[:4], strict=True))
 
 
-def test_a_compiled_rollout_would_ask_nothing_of_the_device():
+def test_a_step_asks_nothing_of_a_gpu():
     from tests.test_classic import Watch
 
     env = vec_envs.make(f"{WALK},steps=3,max_turbulence=25", 2)

@@ -1,9 +1,7 @@
-"""Worker processes, and compiled rollouts, collect what the same envs would have given here."""
+"""Worker processes collect what the same envs would have given here."""
 
 import contextlib
 import shutil
-import subprocess
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -135,32 +133,6 @@ def collect(agent, envs, rollout):
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
-@pytest.mark.parametrize("env", ["CartPole", "MountainCar", "Spread"])
-def test_a_compiled_rollout_is_what_the_same_envs_would_give(env):
-    """But for the restart of an episode, whose random numbers are others."""
-    rollouts = []
-    for how in ("none", "default"):
-        args = RunArgs(env=env, num_envs=4, device="cpu", compile=how)
-        run = fake_run(args)
-        workers = Workers(run, collect, multi_agent=env == "Spread")
-        workers.start(Sign(), 3)
-        workers.envs._lengths[1] = workers.envs.max_episode_steps - 2  # a time limit inside
-        rollouts.append({name: x.clone() for name, x in workers.collect().items()})
-        assert workers.envs.looks == (how == "none")
-    eager, compiled = rollouts
-    assert eager["done"].nonzero().tolist() == compiled["done"].nonzero().tolist() == [[1, 1]]
-    for name in eager:
-        torch.testing.assert_close(eager[name][:2], compiled[name][:2], atol=1e-6, rtol=1e-6)
-        rest = (slice(None), [0, 2, 3])
-        torch.testing.assert_close(eager[name][rest], compiled[name][rest], atol=1e-6, rtol=1e-6)
-    assert compiled["episode_length"][2, 1] == 1
-    first = compiled["obs"][2, 1]  # of the next episode
-    assert not torch.equal(first, compiled["next_obs"][1, 1])
-    if env == "CartPole":
-        assert 0 < first.abs().max() <= 0.05
-
-
-@pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
 def test_runs_of_one_process_may_differ_in_their_number_of_environments():
     """torch.compile would take a number that changes for one that is not known beforehand."""
     for num_envs in (3, 4, 5):
@@ -169,18 +141,6 @@ def test_runs_of_one_process_may_differ_in_their_number_of_environments():
         workers = Workers(run, collect)
         workers.start(Sign(), 2)
         assert workers.collect()["obs"].shape == (2, num_envs, 4)
-
-
-@pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
-def test_a_worker_that_compiled_leaves_nothing_behind(tmp_path):
-    command = [sys.executable, ROOT / "algos" / "dqn.py", "--num-envs", "2", "--num-workers", "1"]
-    command += ["--compile", "default", "--total-steps", "1500", "--eval-episodes", "1"]
-    done = subprocess.run(
-        [*command, "--run-dir", tmp_path / "run"], capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    assert "Done: 1500 steps" in done.stdout
-    assert "leaked" not in done.stderr
 
 
 def close_its_pipe(pipe, restarts):
@@ -223,7 +183,7 @@ def test_a_silent_worker_is_named(monkeypatch, capsys):
 def test_seeds_of_workers_are_their_own_and_fit_in_31_bits(monkeypatch):
     seeds = []
     args = RunArgs(env="CartPole", seed=2**31 - 1)
-    envs = SimpleNamespace(reset=lambda seed: seeds.append(seed), compilable=False)
+    envs = SimpleNamespace(reset=lambda seed: seeds.append(seed))
     monkeypatch.setattr(module, "_make_envs", lambda args, count, seed: seeds.append(seed) or envs)
     monkeypatch.setattr(torch, "manual_seed", seeds.append)
 

@@ -57,7 +57,6 @@ class Chasing(VecEnv):
     initial_distance = 8.0  # along each axis; also the reward for catching
     catch_distance = 1.0
 
-    compilable = True  # nothing below reads a tensor's value: --compile can take whole rollouts
     # Step 2a. What state_dict() saves and load_state_dict() restores, besides core.py's own.
     state_names = ("robot_position", "robot_velocity", "agent_position", "agent_velocity")
 

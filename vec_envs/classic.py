@@ -8,7 +8,7 @@ state, the same actions lead to the same states, observations and rewards.
 The whole simulator state of an env is one row of `state` (N, state_dim): float64 on a CPU, as in
 Gymnasium (float32 where Gymnasium rounds to it), and float32 on a GPU. The equations are written
 for arrays of `xp`: NumPy on a CPU, where its calls on small arrays take a third of torch's time,
-and torch on a GPU and where a rollout is compiled.
+and torch on a GPU.
 
 Source: gymnasium/envs/classic_control/*.py, Farama Foundation, MIT licence.
 """
@@ -35,7 +35,6 @@ class ClassicEnv(VecEnv):
     """
 
     state_names = ("state",)
-    compilable = True
     gymnasium_id: str
     state_dim: int
     cpu_dtype = torch.float64

@@ -17,15 +17,14 @@ A `VecEnv` is a `gymnasium.vector.VectorEnv` whose arrays are torch tensors, bat
 - Actions are in the env's own bounds (`single_action_space`). The env clips those out of bounds; a
   control cost is charged for the action as given (MuJoCo) or as clipped (Pendulum), as in
   Gymnasium. Wrong shapes are an error; so are NaN and discrete actions that do not exist, except
-  on a GPU and in compiled rollouts, where looking would cost a synchronisation.
+  on a GPU, where looking would cost a synchronisation.
 - `state_dict()` holds everything the future depends on: simulator, episodes, random generator.
 - One seed, one sequence of episodes. The environments' generators are seeded by `env_seeds(seed)`,
   so that they do not draw the numbers that torch draws after `torch.manual_seed(seed)`.
 
 To write an environment, subclass `VecEnv` and give it three methods, each for all envs at once
 (`chasing.py` is the tutorial). They use masks and `torch.where` instead of data-dependent indexing,
-so that on a GPU a step has no host synchronisation and can be captured as a CUDA graph (if so, set
-`compilable = True`: --compile may then compile a short rollout as a whole):
+so that on a GPU a step has no host synchronisation and can be captured as a CUDA graph:
 
     _restart(mask)      draw a new initial state where mask (N,) is true
     _simulate(action)   advance every env one step -> reward (N,), terminated (N,)
@@ -119,7 +118,6 @@ class VecEnv(VectorEnv):
     metadata = {"autoreset_mode": AutoresetMode.SAME_STEP, "render_modes": ["rgb_array"]}
     state_names: tuple[str, ...] = ()
     exact_resume = True  # false where there is no `state_dict` (Gymnasium's own envs)
-    compilable = False  # a step is operations on tensors alone, which torch.compile understands
     num_agents: int | None = None  # None: a single agent, and no axis for it
     known_returns: dict[str, float] = {}  # of simple policies, for comparison
     evaluation_options = ""  # added to the name where a policy is scored, e.g. other data
@@ -156,11 +154,11 @@ class VecEnv(VectorEnv):
         self.single_action_space = single_action_space
         self.observation_space = batch_space(single_observation_space, num_envs)
         self.action_space = batch_space(single_action_space, num_envs)
-        # Whether a step may read its tensors' values in Python: it costs nothing on a CPU, a
-        # synchronisation on a GPU, and cannot be compiled.
+        # Whether a step may read its tensors' values in Python: it costs nothing on a CPU, and a
+        # synchronisation on a GPU.
         self.looks = self.device.type == "cpu"
-        self._generator = torch.Generator(self.device)
-        self._generator.manual_seed(env_seeds(seed, 1)[0])
+        self.generator = torch.Generator(self.device)  # the env's own
+        self.generator.manual_seed(env_seeds(seed, 1)[0])
         self.obs: Tensor | None = None  # (N, obs_dim): the present observation
         self._returns = torch.zeros(num_envs, device=self.device)
         self._lengths = torch.zeros(num_envs, dtype=torch.int64, device=self.device)
@@ -277,11 +275,6 @@ class VecEnv(VectorEnv):
             )
         return action
 
-    @property
-    def generator(self) -> torch.Generator | None:
-        """The env's own random generator; None, which means torch's, while a step is compiled."""
-        return None if torch.compiler.is_compiling() else self._generator
-
     def state_dict(self) -> dict[str, Any]:
         """Everything the future of the envs depends on, as tensors that a checkpoint can hold."""
         if not self.exact_resume:
@@ -387,8 +380,6 @@ class MultiAgentVecEnv(VecEnv):
 
 class Elsewhere:
     """`envs` for a learner on another device: the tensors they return are moved to `device`."""
-
-    compilable = False
 
     def __init__(self, envs: VecEnv, device: torch.device | str):
         self.envs, self.device = envs, torch.device(device)

@@ -44,7 +44,6 @@ class ParticleEnv(MultiAgentVecEnv):
     """What the games have in common: agents that move, landmarks that do not, and rendering."""
 
     state_names = ("position", "velocity", "landmark")
-    compilable = True
     dt, damping, push = 0.1, 0.25, 5.0  # s, share of v lost in a step, force of a move
     num_landmarks = 3
     continuous = False

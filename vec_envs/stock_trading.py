@@ -103,7 +103,6 @@ class StockTrading(VecEnv):
     """
 
     state_names = ("cash", "shares", "max_trade", "row", "assets")
-    compilable = True
     evaluation_options = "split=validation"  # whose episodes are all the same one
     reward_scale = 100.0
     dead_zone = 0.1

@@ -63,7 +63,7 @@ class RunArgs:
     env_threads: int = 0
     """threads that step MuJoCo on a CPU (0: one per core, shared among the workers)"""
     torch_threads: int = 0
-    """threads of torch on a CPU (0: one, or up to 8 if a measurement finds them faster)"""
+    """threads of torch on a CPU, at most (0: up to 8 if a measurement finds them faster)"""
     compile: Literal["auto", "none", "default", "graphs"] = "auto"
     """default: torch.compile; graphs: CUDA graphs; auto: default if the run is long, else none"""
 

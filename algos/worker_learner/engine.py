@@ -1,12 +1,11 @@
 """How fast a run is: threads, compilation, CUDA graphs, memory. Compilation changes rounding, and
-random numbers: of rollouts, and of losses on a GPU. CUDA graphs round learning rates to 32 bits."""
+on a GPU random numbers. CUDA graphs round learning rates to 32 bits."""
 
 import contextlib
 import ctypes
 import os
 import re
 import shutil
-import statistics
 import sysconfig
 import timeit
 from collections.abc import Callable, Iterator
@@ -20,8 +19,8 @@ from algos.worker_learner.arguments import UserError, tell
 from vec_envs.core import available_cores
 
 WIDE = 256  # units of a layer from which on products of matrices take most of an update
+RECHECK_SECONDS = 60  # until it is asked again whether several threads are faster
 WORTH_COMPILING = 15_000  # gradient steps: ten seconds of compiling, about a millisecond each
-LONGEST_COMPILED = 16  # steps of a rollout, which the compiler writes out one after another
 
 
 def choose_compile(args: Any, device: str, resumed: bool, learners: int = 1) -> str:
@@ -64,12 +63,25 @@ def choose_threads(args: Any) -> int:
     width = max(getattr(args, name, 0) for name in ("hidden_size", "critic_hidden_size"))
     if args.torch_threads or width < WIDE or cores < 2:
         return args.torch_threads or 1
-    x, seconds = torch.ones(256, 256), {}
-    for threads in (1, cores):
-        torch.set_num_threads(threads)
-        times = timeit.repeat(lambda: torch.relu(x @ x), number=1, repeat=40)
-        seconds[threads] = statistics.median(times)
-    return min(seconds, key=seconds.get)
+    return cores if gain(cores) > 1.4 else 1
+
+
+def gain(threads: int) -> float:
+    """How many times as fast as one thread so many multiply matrices at this moment."""
+    x, seconds = torch.ones(256, 256), []
+    for count in (1, threads):
+        torch.set_num_threads(count)
+        timeit.timeit(lambda: x @ x, number=10)  # the first one starts the threads
+        seconds.append(timeit.timeit(lambda: torch.relu(x @ x), number=150))
+    return seconds[0] / seconds[1]  # of sums: a few very long waits are what costs
+
+
+def recheck_threads(args: Any) -> None:
+    """Go on with one thread where others have begun to use the cores."""
+    if args.torch_threads > 1 and all(gain(args.torch_threads) < 1 for _ in range(2)):
+        args.torch_threads = 1
+        tell("Other programs use the cores: this run goes on with one torch thread.")
+    torch.set_num_threads(args.torch_threads)
 
 
 def prepare(args: Any, world_size: int) -> None:
@@ -88,13 +100,6 @@ def prepare(args: Any, world_size: int) -> None:
         mallopt, trim_threshold, mmap_threshold = ctypes.CDLL(None).mallopt, -1, -3
         mallopt(mmap_threshold, 32 << 20)  # bytes, the most that is allowed
         mallopt(trim_threshold, 256 << 20)
-
-
-def compiled(function: Callable, args: Any, dynamic: bool | None = None) -> Callable:
-    """`function` by torch.compile, for --compile default."""
-    # On a CPU random numbers are torch's: the compiler draws its own one by one.
-    options = {"fallback_random": args.device == "cpu"}
-    return torch.compile(function, dynamic=dynamic, options=options)
 
 
 class _Known(torch.autograd.Function):
@@ -127,7 +132,10 @@ def compiled_loss(function: Callable, args: Any) -> Callable:
         gradients = torch.autograd.grad(loss, list(weights), allow_unused=True)
         return pytree.tree_map_only(Tensor, Tensor.detach, (loss, more)), gradients
 
-    compute = captured(with_gradients) if graphs else compiled(with_gradients, args)
+    # On a CPU random numbers are torch's: the compiler draws its own one by one.
+    options = {"fallback_random": args.device == "cpu"}
+    compiled = torch.compile(with_gradients, options=options)
+    compute = captured(with_gradients) if graphs else compiled
 
     def loss_function(*inputs: Any) -> Any:
         nonlocal weights
@@ -143,14 +151,6 @@ def compiled_loss(function: Callable, args: Any) -> Callable:
         return (loss, *more) if more else loss
 
     return loss_function
-
-
-def compiled_rollout(collect: Callable, envs: Any, args: Any, num_steps: int) -> Callable:
-    """`collect`, compiled where that is asked for and the environments are tensor operations."""
-    if args.compile != "default" or not envs.compilable or num_steps > LONGEST_COMPILED:
-        return collect
-    envs.looks = False
-    return compiled(collect, args, dynamic=False)  # else another run's size in this process fails
 
 
 def captured(function: Callable, period: int = 1) -> Callable:

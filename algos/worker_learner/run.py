@@ -70,7 +70,7 @@ class Run:
         engine.prepare(args, self.world_size)
         torch.manual_seed(args.seed)
         self.step = 0  # after the last iteration
-        self.seconds = 0.0  # of training, over all resumes
+        self.seconds = self._rechecked = 0.0  # of training, over all resumes
         self.best_return, self.last_return, self.training_return = -math.inf, math.nan, math.nan
         self._state: dict[str, Any] = {}  # name -> object with state_dict()
         self._stop_signal = 0
@@ -154,6 +154,9 @@ class Run:
         elif losses:
             self._warm = (step, self.seconds)
         self._write(step, "", metrics)
+        if self.seconds > self._rechecked + engine.RECHECK_SECONDS:
+            self._rechecked = self.seconds
+            engine.recheck_threads(self.args)
         shown = self.training_return if math.isnan(self.last_return) else self.last_return
         which = "training return" if math.isnan(self.last_return) else "evaluation"
         if not math.isnan(shown):

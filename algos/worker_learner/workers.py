@@ -9,7 +9,6 @@ import os
 import shutil
 import signal
 import sys
-import threading
 import traceback
 from collections.abc import Callable
 from multiprocessing import forkserver
@@ -19,11 +18,9 @@ from typing import Any
 import gymnasium
 import torch.multiprocessing
 from torch import Tensor, distributed, nn
-from tqdm import tqdm
 
 import vec_envs
 from algos.worker_learner.arguments import RunArgs, UserError, warn
-from algos.worker_learner.engine import compiled_rollout
 from vec_envs.core import Elsewhere, available_cores, start_forkserver, unblock_signals
 
 MAX_RESTARTS = 3  # of a child process that dies, before the run gives up
@@ -99,7 +96,6 @@ def _child_main(function: Callable, pipe: Connection, *arguments: Any) -> None:
         os.setpgrp()
     unblock_signals()
     torch.set_num_threads(1)
-    tqdm.set_lock(threading.RLock())  # torch.compile uses tqdm, whose own lock is a semaphore
     try:
         function(pipe, *arguments)
     except (EOFError, BrokenPipeError):  # the parent is gone
@@ -186,7 +182,6 @@ class Workers:
         }
         self._rollout["done"][-1] = True  # nothing came before the first step
         if not args.num_workers:
-            self._collect = compiled_rollout(self._collect, self.envs, args, num_steps)
             self.envs.reset()
             return self._rollout
         self.envs.close()
@@ -265,7 +260,6 @@ class Workers:
 def _worker_main(pipe, restarts, collect, agent, columns, args, index) -> None:
     seed = args.seed + 1_000_003 * (index + 1) + 7919 * restarts  # another for each restart
     envs = _make_envs(args, args.num_envs, seed % 2**31)
-    collect = compiled_rollout(collect, envs, args, len(columns["done"]))
     if restarts:
         for tensor in columns.values():  # what its predecessor left is of other episodes
             tensor.zero_()
