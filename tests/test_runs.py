@@ -38,7 +38,7 @@ from test_workers import fake_run
 
 import vec_envs
 from algos import ppo, sac
-from algos.worker_learner import Run, UserError, Workers, files, workers
+from algos.worker_learner import Run, UserError, Workers, engine, files, workers
 from algos.worker_learner import run as run_module
 from algos.worker_learner.arguments import saved_args
 from algos.worker_learner.files import load_checked
@@ -1137,13 +1137,17 @@ def test_episodes_that_ended_are_what_is_logged(monkeypatch):
 
 
 def test_the_speed_is_that_after_the_first_update(monkeypatch):
-    """Neither random actions before it nor its compilation count; no return is shown before one."""
-    written, shown, clock = [], [], iter((10, 100, 110))
+    """Neither random actions before it nor its compilation count; no return is shown before one.
+
+    After a minute it is measured again whether one thread is faster.
+    """
+    written, shown, rechecked, clock = [], [], [], iter((10, 100, 110))
+    monkeypatch.setattr(engine, "recheck_threads", rechecked.append)
     monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
     bar = SimpleNamespace(n=0, update=lambda steps: None)
     bar.set_postfix_str = lambda text, refresh: shown.append(text)
     run = SimpleNamespace(
-        _began=0, _warm=None, _bar=bar, device=torch.device("cpu"), world_size=1,
+        _began=0, _warm=None, _rechecked=0, _bar=bar, device=torch.device("cpu"), world_size=1,
         args=SimpleNamespace(total_steps=9000), last_return=math.nan, training_return=math.nan,
         _write=lambda step, prefix, found: written.append(found.get("charts/SPS")),
     )  # fmt: skip
@@ -1152,6 +1156,7 @@ def test_the_speed_is_that_after_the_first_update(monkeypatch):
     run.training_return = 5.0
     Run.log(run, 3000, {"critic": torch.tensor(1.0)})
     assert written == [None, None, 100] and shown == ["training return 5"]
+    assert rechecked == [run.args]
 
 
 def test_a_torn_line_is_not_drawn(tmp_path):
