@@ -1,7 +1,9 @@
-"""What --compile auto is: by the number of updates, and by whether there is a compiler."""
+"""What --compile auto is: by the number of updates and whether there is a compiler; and threads."""
 
+import itertools
 import shutil
 import sysconfig
+import time
 
 import pytest
 import torch
@@ -58,7 +60,6 @@ def test_omp_num_threads_is_a_limit(limit, most, monkeypatch):
 
 
 def test_more_threads_only_where_they_are_faster(monkeypatch, capsys):
-    """Beside another program the typical product is as fast as before; a few wait very long."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(engine, "available_cores", lambda: 2)
     for factor, chosen in ((1.9, 2), (1.2, 1), (0.3, 1)):
@@ -72,6 +73,20 @@ def test_more_threads_only_where_they_are_faster(monkeypatch, capsys):
     engine.recheck_threads(args)  # it has no gains left to ask for
     said = "Other programs use the cores: this run goes on with one torch thread.\n"
     assert capsys.readouterr().out == said
+
+
+def test_a_few_long_waits_count(monkeypatch):
+    """Beside another program most products are as fast as before; the median does not see it."""
+    relu, calls = torch.relu, itertools.count(1)
+
+    def wait_at_times(x):
+        if torch.get_num_threads() == 2 and next(calls) % 15 == 0:
+            time.sleep(0.1)
+        return relu(x)
+
+    monkeypatch.setattr(torch, "relu", wait_at_times)
+    assert engine.gain(2) < 1
+    torch.set_num_threads(1)
 
 
 def test_without_a_compiler(monkeypatch, capsys):

@@ -1,7 +1,6 @@
 """Worker processes collect what the same envs would have given here."""
 
 import contextlib
-import shutil
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -130,17 +129,6 @@ def collect(agent, envs, rollout):
         rollout["done"][t] = terminated | truncated
         rollout["episode_return"][t] = info["episode_return"]
         rollout["episode_length"][t] = info["episode_length"]
-
-
-@pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
-def test_runs_of_one_process_may_differ_in_their_number_of_environments():
-    """torch.compile would take a number that changes for one that is not known beforehand."""
-    for num_envs in (3, 4, 5):
-        args = RunArgs(env="CartPole", num_envs=num_envs, device="cpu", compile="default")
-        run = fake_run(args)
-        workers = Workers(run, collect)
-        workers.start(Sign(), 2)
-        assert workers.collect()["obs"].shape == (2, num_envs, 4)
 
 
 def close_its_pipe(pipe, restarts):

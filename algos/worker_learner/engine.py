@@ -9,6 +9,7 @@ import shutil
 import sysconfig
 import timeit
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -134,8 +135,8 @@ def compiled_loss(function: Callable, args: Any) -> Callable:
 
     # On a CPU random numbers are torch's: the compiler draws its own one by one.
     options = {"fallback_random": args.device == "cpu"}
-    compiled = torch.compile(with_gradients, options=options)
-    compute = captured(with_gradients) if graphs else compiled
+    compiled = partial(torch.compile, options=options)
+    compute = (captured if graphs else compiled)(with_gradients)
 
     def loss_function(*inputs: Any) -> Any:
         nonlocal weights
