@@ -35,7 +35,8 @@ def test_auto_compiles_where_it_pays(monkeypatch):
     assert engine.choose_compile(sac.Args(num_envs=4), "cpu", False) == "default"
     short = sac.Args(num_envs=4, total_steps=10_000)
     assert engine.choose_compile(short, "cpu", False) == "none"
-    assert engine.choose_compile(short, "cuda", False) == "none"
+    assert engine.choose_compile(short, "cuda", False) == "graphs"
+    assert engine.choose_compile(short, "cuda", False, 2) == "none"
     assert engine.choose_compile(sac.Args(compile="graphs"), "cuda", False) == "graphs"
     with pytest.raises(UserError, match="graphs, which needs one learner on a GPU; use default"):
         engine.choose_compile(sac.Args(compile="graphs"), "cuda", False, 2)

@@ -65,7 +65,7 @@ class RunArgs:
     torch_threads: int = 0
     """threads of torch on a CPU, at most (0: up to 8 if a measurement finds them faster)"""
     compile: Literal["auto", "none", "default", "graphs"] = "auto"
-    """default: torch.compile; graphs: CUDA graphs; auto: default if the run is long, else none"""
+    """default: torch.compile; auto: graphs (CUDA graphs) on a GPU, else default in a long run"""
 
 
 @dataclasses.dataclass

@@ -25,9 +25,11 @@ WORTH_COMPILING = 15_000  # gradient steps: ten seconds of compiling, about a mi
 
 
 def choose_compile(args: Any, device: str, resumed: bool, learners: int = 1) -> str:
-    """--compile, with `auto` replaced: by `default` where it repays the time that it takes."""
+    """--compile, with `auto` replaced: by `graphs` on a GPU, else `default` in a long run."""
     compiler = any(map(shutil.which, (os.environ.get("CXX", "c++"), "g++", "clang++")))
     compiler &= os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h"))
+    if args.compile == "auto" and device == "cuda" and learners == 1:
+        return "graphs"
     if args.compile == "auto":
         return "default" if compiler and gradient_steps(args) >= WORTH_COMPILING else "none"
     if args.compile == "graphs" and (device == "cpu" or learners > 1):
