@@ -13,7 +13,7 @@ Sections, in this order, in what is left of --minutes (what does not fit is said
     ppo       ppo.py on each robot till it earns 6000; seconds to 3000, 5000 and 6000
     compile   ppo.py's training speed with the other --compile modes
 
-The sections typed, replay and ppo have no --compile: they are what the scripts choose.
+The sections typed, replay and ppo have no --compile: the scripts choose graphs there.
 
 The trainings are the scripts themselves, stopped by SIGTERM. Seconds are of training: what comes
 before the end of the first iteration (imports, kernels, graphs) is listed apart. Evaluations are
@@ -48,7 +48,7 @@ import vec_envs
 from algos.worker_learner.arguments import say_in_one_sentence
 
 LEVELS = (3000, 5000, 6000)
-MODES = "none", "default", "graphs"  # of --compile; auto is default in a long run
+MODES = "none", "default", "graphs"  # of --compile; auto is graphs
 TYPED = "ppo_hterm.py --env Ant", "sac.py --env HalfCheetah", "ppo.py --env Ant --total-steps 1e8"
 COLUMNS = ("section", "what", "seconds", "value", "unit", "note", "device", "versions", "commit")
 COLUMNS += ("date", "command")
@@ -345,9 +345,9 @@ def training(
 
 
 def compile(options: Options, clock: Clock) -> Iterator[Row]:
-    """PPO's training speed by mode; `ppo` has it for auto, which is default in a long run."""
+    """PPO's training speed by mode; `ppo` has it for auto, which is graphs."""
     name = options.robots[0]
-    for mode in (mode for mode in MODES if mode != "default"):
+    for mode in (mode for mode in MODES if mode != "graphs"):
         what = f"{name}, ppo.py --compile {mode}: training steps/s"
         if clock.left() < SHORTEST:
             yield what, "", "", "steps/s", "the minutes were over", ""
@@ -407,12 +407,15 @@ def show(rows: list[dict]) -> None:
 
 
 def draw(rows: list[dict], path: Path) -> None:
+    rows = [row for row in rows if row["device"] == rows[-1]["device"]]
     try:
         from matplotlib import pyplot
     except ImportError:
         print("No figure without matplotlib: pip install matplotlib")
         return
-    figure, panels = pyplot.subplots(1, 3, figsize=(15, 4.5), layout="constrained")
+    figure, panels = pyplot.subplots(
+        1, 3, figsize=(17, 4.5), layout="constrained", width_ratios=(2, 1, 1)
+    )
     curves = list(dict.fromkeys(row["what"] for row in rows if row["unit"] == "return"))
     runs = list(dict.fromkeys(what.rsplit(":", 1)[0] for what in curves))
     for what in curves:
@@ -422,7 +425,7 @@ def draw(rows: list[dict], path: Path) -> None:
         panels[0].plot(*zip(*points, strict=True), color=f"C{runs.index(run)}", **style[kind])
     for level in LEVELS:
         panels[0].axhline(level, color="gray", lw=0.5)
-    panels[0].set(title="return; dots: deterministic, by the C engine", xlabel="training seconds")
+    panels[0].set(title="return (dots: deterministic)", xlabel="training seconds")
     if panels[0].get_legend_handles_labels()[0]:
         panels[0].legend(frameon=False, fontsize=8)
     for panel, unit in ((panels[1], "steps/s"), (panels[2], "updates/s")):
@@ -435,7 +438,7 @@ def draw(rows: list[dict], path: Path) -> None:
     for panel in panels:
         panel.spines[["top", "right"]].set_visible(False)
         panel.tick_params(labelsize=8)
-    figure.suptitle(rows[0]["device"])
+    figure.suptitle(rows[-1]["device"])
     figure.savefig(path, dpi=110)
 
 
