@@ -28,10 +28,9 @@ def choose_compile(args: Any, device: str, resumed: bool, learners: int = 1) -> 
     """--compile, with `auto` replaced: by `graphs` on a GPU, else `default` in a long run."""
     compiler = any(map(shutil.which, (os.environ.get("CXX", "c++"), "g++", "clang++")))
     compiler &= os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h"))
-    if args.compile == "auto" and device == "cuda" and learners == 1:
-        return "graphs"
     if args.compile == "auto":
-        return "default" if compiler and gradient_steps(args) >= WORTH_COMPILING else "none"
+        worth = "default" if compiler and gradient_steps(args) >= WORTH_COMPILING else "none"
+        return "graphs" if device == "cuda" and learners == 1 else worth
     if args.compile == "graphs" and (device == "cpu" or learners > 1):
         raise UserError("--compile is graphs, which needs one learner on a GPU; use default")
     if args.compile == "default" and not compiler:
@@ -170,9 +169,8 @@ def captured(function: Callable, period: int = 1) -> Callable:
     def graphed(*inputs: Any) -> Any:
         leaves, tree = pytree.tree_flatten(inputs)
         given = [x for x in leaves if isinstance(x, Tensor)]
-        key = [
-            x % period == period - 1 if type(x) is int else getattr(x, "shape", x) for x in leaves
-        ]
+        last = period - 1
+        key = [x % period == last if type(x) is int else getattr(x, "shape", x) for x in leaves]
         key = tuple(x if x.__hash__ else id(x) for x in key)
         runs[key] = runs.get(key, 0) + 1
         with _capturable(leaves, rates):
