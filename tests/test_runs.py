@@ -803,6 +803,8 @@ def test_where_and_how_many_on_a_machine_with_a_gpu(
     spent in four rollouts."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: warp or None)
+    for name in ("Stream", "set_stream"):  # of CUDA graphs, which `auto` is there
+        monkeypatch.setattr(torch.cuda, name, lambda *stream: None)
     given = ppo.Args(env=env, total_steps=steps, num_envs=asked, run_dir=str(tmp_path))
     args = Run(given, "ppo.py", {}).args
     assert (args.device, args.env_device, args.num_envs) == ("cuda", env_device, num_envs)
