@@ -38,7 +38,7 @@ def test_auto_compiles_where_it_pays(monkeypatch):
     assert engine.choose_compile(short, "cuda", False) == "graphs"
     assert engine.choose_compile(short, "cuda", False, 2) == "none"
     assert engine.choose_compile(sac.Args(compile="graphs"), "cuda", False) == "graphs"
-    with pytest.raises(UserError, match="graphs, which needs one learner on a GPU; use default"):
+    with pytest.raises(UserError, match="graphs, which needs one learner on a GPU; use auto"):
         engine.choose_compile(sac.Args(compile="graphs"), "cuda", False, 2)
     monkeypatch.setattr(sysconfig, "get_path", lambda name: "/none")  # without python3-dev
     assert engine.choose_compile(sac.Args(num_envs=4), "cpu", False) == "none"
@@ -96,4 +96,10 @@ def test_without_a_compiler(monkeypatch, capsys):
     with pytest.raises(UserError, match="--compile is default, which needs C\\+\\+ and Python"):
         engine.choose_compile(sac.Args(compile="default"), "cpu", False)
     assert engine.choose_compile(sac.Args(compile="default"), "cpu", True) == "none"
-    assert "without compilation" in capsys.readouterr().out
+    assert "default needs C++ and Python.h; the run goes on without it" in capsys.readouterr().out
+
+
+def test_learners_who_join_a_run_go_on_without_graphs(capsys):
+    """A run that began alone on a GPU has chosen them; nobody typed what is impossible now."""
+    assert engine.choose_compile(sac.Args(compile="graphs"), "cuda", True, 2) == "none"
+    assert "graphs needs one learner on a GPU; the run goes on" in capsys.readouterr().out

@@ -28,17 +28,17 @@ def choose_compile(args: Any, device: str, resumed: bool, learners: int = 1) -> 
     """--compile, with `auto` replaced: by `graphs` on a GPU, else `default` in a long run."""
     compiler = any(map(shutil.which, (os.environ.get("CXX", "c++"), "g++", "clang++")))
     compiler &= os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h"))
+    possible = {"graphs": device == "cuda" and learners == 1, "default": compiler, "none": True}
     if args.compile == "auto":
-        worth = "default" if compiler and gradient_steps(args) >= WORTH_COMPILING else "none"
-        return "graphs" if device == "cuda" and learners == 1 else worth
-    if args.compile == "graphs" and (device == "cpu" or learners > 1):
-        raise UserError("--compile is graphs, which needs one learner on a GPU; use default")
-    if args.compile == "default" and not compiler:
-        if resumed:
-            tell("Not exact: there is no C++ compiler here; the run goes on without compilation.")
-            return "none"
-        raise UserError(f"--compile is {args.compile}, which needs C++ and Python.h; use none")
-    return args.compile
+        possible["default"] &= gradient_steps(args) >= WORTH_COMPILING
+        return next(name for name in possible if possible[name])
+    if possible[args.compile]:
+        return args.compile
+    needs = {"graphs": "one learner on a GPU", "default": "C++ and Python.h"}[args.compile]
+    if resumed:  # elsewhere, or with more learners
+        tell(f"Not exact: --compile {args.compile} needs {needs}; the run goes on without it.")
+        return "none"
+    raise UserError(f"--compile is {args.compile}, which needs {needs}; use auto")
 
 
 def gradient_steps(args: Any) -> float:
@@ -136,8 +136,8 @@ def compiled_loss(function: Callable, args: Any) -> Callable:
 
     # On a CPU random numbers are torch's: the compiler draws its own one by one.
     options = {"fallback_random": args.device == "cpu"}
-    compiled = partial(torch.compile, options=options)
-    compute = (captured if graphs else compiled)(with_gradients)
+    compiled = captured if graphs else partial(torch.compile, options=options)
+    compute = compiled(with_gradients)
 
     def loss_function(*inputs: Any) -> Any:
         nonlocal weights
