@@ -229,11 +229,9 @@ def temperature_loss(agent: Agent, log_prob: Tensor) -> Tensor:
     return -agent.log_temperature * (log_prob + agent.target_entropy).mean()
 
 
-def update(agent: Agent, optimizers, loss_functions, batch: dict, number: int, args: Args):
+def update(agent: Agent, optimizers, batch: dict, number: int, args: Args):
     """Step `number` of the critics, perhaps of the actor -> what to log, the TD errors (B,)."""
     critic_optimizer, actor_optimizer = optimizers
-    critic_loss, actor_loss = loss_functions  # those above, compiled where --compile says so
-
     q_loss, td_error = critic_loss(agent, batch)
     critic_optimizer.zero_grad()
     q_loss.backward()
@@ -242,13 +240,12 @@ def update(agent: Agent, optimizers, loss_functions, batch: dict, number: int, a
     losses = {"critic": q_loss}
 
     if number % args.policy_delay == args.policy_delay - 1:
-        agent.critics.requires_grad_(False)  # the actor's loss passes through them to the action
         policy_loss, log_prob = actor_loss(agent, batch)
         actor_optimizer.zero_grad()
-        (policy_loss + temperature_loss(agent, log_prob)).backward()  # they share no parameter
+        loss = policy_loss + temperature_loss(agent, log_prob)  # they share no parameter
+        loss.backward(inputs=actor_optimizer.param_groups[0]["params"])  # not the critics'
         average_gradients(agent.actor, agent.log_temperature)
         actor_optimizer.step()
-        agent.critics.requires_grad_(True)
         temperature = agent.log_temperature.detach().exp()
         losses |= {"actor": policy_loss, "entropy": -log_prob.mean(), "temperature": temperature}
     return losses, td_error
@@ -264,8 +261,7 @@ def train(args: Args) -> Result:
     critic_optimizer = torch.optim.Adam(agent.critics.parameters(), **adam)
     actor_optimizer = torch.optim.Adam(actor_parameters, **adam)
     optimizers = critic_optimizer, actor_optimizer
-    loss_functions = run.compile(critic_loss, actor_loss)
-    learn = run.capture(update, args.policy_delay)  # one launch with --compile graphs
+    learn = run.capture(update, args.policy_delay)  # one graph, where --compile says so
     replay = ReplayBuffer(run, workers.start(agent, args.num_steps), args.buffer_size)
     step = run.start(
         agent=agent, critic_optimizer=critic_optimizer, actor_optimizer=actor_optimizer,
@@ -281,7 +277,7 @@ def train(args: Args) -> Result:
         if step >= args.warmup_steps and len(replay) >= min(args.warmup_steps, args.buffer_size):
             for number in range(int(before * args.utd_ratio), int(step * args.utd_ratio)):
                 batch = replay.sample(args.batch_size)
-                new, td_error = learn(agent, optimizers, loss_functions, batch, number, args)
+                new, td_error = learn(agent, optimizers, batch, number, args)
                 losses |= new  # the actor's loss is not in every one
                 replay.update_priorities(batch["index"], td_error)
 

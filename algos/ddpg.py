@@ -167,24 +167,20 @@ def soft_update(target: nn.Module, network: nn.Module, tau: float) -> None:
         theirs.lerp_(ours, tau)
 
 
-def update(agent: Agent, target: Agent, optimizers, loss_functions, batch: dict, args: Args):
+def update(agent: Agent, target: Agent, optimizers, batch: dict, args: Args):
     """One step of critic, actor and targets -> what to log, the TD errors (B,)."""
     critic_optimizer, actor_optimizer = optimizers
-    critic_loss, actor_loss = loss_functions  # those above, compiled where --compile says so
-
     q_loss, td_error = critic_loss(agent, target, batch)
     critic_optimizer.zero_grad()
     q_loss.backward()
     average_gradients(agent.critic)
     critic_optimizer.step()
 
-    agent.critic.requires_grad_(False)  # the actor's loss passes through it to the action
     policy_loss = actor_loss(agent, batch)
     actor_optimizer.zero_grad()
-    policy_loss.backward()
+    policy_loss.backward(inputs=actor_optimizer.param_groups[0]["params"])  # not the critic's
     average_gradients(agent.actor)
     actor_optimizer.step()
-    agent.critic.requires_grad_(True)
 
     soft_update(target, agent, args.tau)
     return {"critic": q_loss, "actor": policy_loss}, td_error
@@ -199,8 +195,7 @@ def train(args: Args) -> Result:
     critic_optimizer = torch.optim.Adam(agent.critic.parameters(), args.learning_rate, fused=True)
     actor_optimizer = torch.optim.Adam(agent.actor.parameters(), args.learning_rate, fused=True)
     optimizers = critic_optimizer, actor_optimizer
-    loss_functions = run.compile(critic_loss, actor_loss)
-    learn = run.capture(update)  # one launch with --compile graphs
+    learn = run.capture(update)  # one graph, where --compile says so
     replay = ReplayBuffer(run, workers.start(agent, args.num_steps), args.buffer_size)
     step = run.start(
         agent=agent, target=target, critic_optimizer=critic_optimizer,
@@ -216,7 +211,7 @@ def train(args: Args) -> Result:
         if step >= args.warmup_steps and len(replay) >= min(args.warmup_steps, args.buffer_size):
             for _ in range(int(before * args.utd_ratio), int(step * args.utd_ratio)):
                 batch = replay.sample(args.batch_size)
-                losses, td_error = learn(agent, target, optimizers, loss_functions, batch, args)
+                losses, td_error = learn(agent, target, optimizers, batch, args)
                 replay.update_priorities(batch["index"], td_error)
 
         run.log_episodes(step, rollout)

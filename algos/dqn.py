@@ -146,9 +146,9 @@ def soft_update(target: nn.Module, network: nn.Module, tau: float) -> None:
         theirs.lerp_(ours, tau)
 
 
-def update(agent: Agent, target: nn.Module, optimizer, q_loss, batch: dict, args: Args):
+def update(agent: Agent, target: nn.Module, optimizer, batch: dict, args: Args):
     """One step of the Q-network -> what to log, the TD errors (B,)."""
-    loss, q, td_error = q_loss(agent, target, batch)  # compiled where --compile says so
+    loss, q, td_error = q_loss(agent, target, batch)
     optimizer.zero_grad()
     loss.backward()
     average_gradients(agent.q_network)
@@ -165,8 +165,7 @@ def train(args: Args) -> Result:
     agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
     target = copy.deepcopy(agent.q_network).requires_grad_(False)
     optimizer = torch.optim.Adam(agent.q_network.parameters(), args.learning_rate, fused=True)
-    loss_function = run.compile(q_loss)
-    learn = run.capture(update)  # one launch with --compile graphs
+    learn = run.capture(update)  # one graph, where --compile says so
     replay = ReplayBuffer(run, workers.start(agent, args.num_steps), args.buffer_size)
     step = run.start(
         agent=agent, target=target, optimizer=optimizer, workers=workers, replay=replay
@@ -184,7 +183,7 @@ def train(args: Args) -> Result:
         if step >= args.warmup_steps and len(replay) >= min(args.warmup_steps, args.buffer_size):
             for _ in range(int(before * args.utd_ratio), int(step * args.utd_ratio)):
                 batch = replay.sample(args.batch_size)
-                losses, td_error = learn(agent, target, optimizer, loss_function, batch, args)
+                losses, td_error = learn(agent, target, optimizer, batch, args)
                 replay.update_priorities(batch["index"], td_error)
 
         run.log_episodes(step, rollout)

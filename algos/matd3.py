@@ -226,11 +226,9 @@ def soft_update(target: nn.Module, network: nn.Module, tau: float) -> None:
         theirs.lerp_(ours, tau)
 
 
-def update(agent: Agent, target: Agent, optimizers, loss_functions, batch, number, args: Args):
+def update(agent: Agent, target: Agent, optimizers, batch, number, args: Args):
     """Step `number` of critics, perhaps of actors and target networks -> what to log."""
     critic_optimizer, actor_optimizer = optimizers
-    critic_loss, actor_loss = loss_functions  # those above, compiled where --compile says so
-
     q_loss = critic_loss(agent, target, batch, args)
     critic_optimizer.zero_grad()
     q_loss.backward()
@@ -240,14 +238,12 @@ def update(agent: Agent, target: Agent, optimizers, loss_functions, batch, numbe
     if number % args.policy_delay != args.policy_delay - 1:
         return {"critic": q_loss}  # actors and target networks wait
 
-    agent.critics.requires_grad_(False)  # the actors' loss passes through them to the actions
     policy_loss = actor_loss(agent, batch, args)
     actor_optimizer.zero_grad()
-    policy_loss.backward()
+    policy_loss.backward(inputs=actor_optimizer.param_groups[0]["params"])  # not the critics'
     average_gradients(agent.actors)
     nn.utils.clip_grad_norm_(agent.actors.parameters(), args.max_grad_norm)
     actor_optimizer.step()
-    agent.critics.requires_grad_(True)
 
     soft_update(target, agent, args.tau)
     return {"critic": q_loss, "actor": policy_loss}
@@ -262,8 +258,7 @@ def train(args: Args) -> Result:
     critic_optimizer = torch.optim.Adam(agent.critics.parameters(), args.learning_rate, fused=True)
     actor_optimizer = torch.optim.Adam(agent.actors.parameters(), args.learning_rate, fused=True)
     optimizers = critic_optimizer, actor_optimizer
-    loss_functions = run.compile(critic_loss, actor_loss)
-    learn = run.capture(update, args.policy_delay)  # one launch with --compile graphs
+    learn = run.capture(update, args.policy_delay)  # one graph, where --compile says so
     agents = (workers.envs.num_agents,)
     rollout = workers.start(agent, args.num_steps, alive=agents, next_alive=agents)
     replay = ReplayBuffer(run, rollout, args.buffer_size)
@@ -282,7 +277,7 @@ def train(args: Args) -> Result:
         if step >= args.warmup_steps and len(replay) >= min(args.warmup_steps, args.buffer_size):
             for number in range(int(before * args.utd_ratio), int(step * args.utd_ratio)):
                 batch = replay.sample(args.batch_size)
-                losses |= learn(agent, target, optimizers, loss_functions, batch, number, args)
+                losses |= learn(agent, target, optimizers, batch, number, args)
 
         run.log_episodes(step, rollout)
         if step // args.log_every > before // args.log_every:

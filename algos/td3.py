@@ -174,11 +174,9 @@ def soft_update(target: nn.Module, network: nn.Module, tau: float) -> None:
         theirs.lerp_(ours, tau)
 
 
-def update(agent: Agent, target: Agent, optimizers, loss_functions, batch, number, args: Args):
+def update(agent: Agent, target: Agent, optimizers, batch, number, args: Args):
     """Step `number` of critics, perhaps of actor and targets -> what to log, the TD errors (B,)."""
     critic_optimizer, actor_optimizer = optimizers
-    critic_loss, actor_loss = loss_functions  # those above, compiled where --compile says so
-
     q_loss, td_error = critic_loss(agent, target, batch, args)
     critic_optimizer.zero_grad()
     q_loss.backward()
@@ -187,13 +185,11 @@ def update(agent: Agent, target: Agent, optimizers, loss_functions, batch, numbe
     if number % args.policy_delay != args.policy_delay - 1:
         return {"critic": q_loss}, td_error  # actor and target networks wait
 
-    agent.critics.requires_grad_(False)  # the actor's loss passes through them to the action
     policy_loss = actor_loss(agent, batch)
     actor_optimizer.zero_grad()
-    policy_loss.backward()
+    policy_loss.backward(inputs=actor_optimizer.param_groups[0]["params"])  # not the critics'
     average_gradients(agent.actor)
     actor_optimizer.step()
-    agent.critics.requires_grad_(True)
 
     soft_update(target, agent, args.tau)
     return {"critic": q_loss, "actor": policy_loss}, td_error
@@ -208,8 +204,7 @@ def train(args: Args) -> Result:
     critic_optimizer = torch.optim.Adam(agent.critics.parameters(), args.learning_rate, fused=True)
     actor_optimizer = torch.optim.Adam(agent.actor.parameters(), args.learning_rate, fused=True)
     optimizers = critic_optimizer, actor_optimizer
-    loss_functions = run.compile(critic_loss, actor_loss)
-    learn = run.capture(update, args.policy_delay)  # one launch with --compile graphs
+    learn = run.capture(update, args.policy_delay)  # one graph, where --compile says so
     replay = ReplayBuffer(run, workers.start(agent, args.num_steps), args.buffer_size)
     step = run.start(
         agent=agent, target=target, critic_optimizer=critic_optimizer,
@@ -225,9 +220,7 @@ def train(args: Args) -> Result:
         if step >= args.warmup_steps and len(replay) >= min(args.warmup_steps, args.buffer_size):
             for number in range(int(before * args.utd_ratio), int(step * args.utd_ratio)):
                 batch = replay.sample(args.batch_size)
-                new, td_error = learn(
-                    agent, target, optimizers, loss_functions, batch, number, args
-                )
+                new, td_error = learn(agent, target, optimizers, batch, number, args)
                 losses |= new  # the actor's loss is not in every one
                 replay.update_priorities(batch["index"], td_error)
 

@@ -198,9 +198,9 @@ def soft_update(target: nn.Module, network: nn.Module, tau: float) -> None:
         theirs.lerp_(ours, tau)
 
 
-def update(agent: Agent, target: Agent, optimizer, td_loss, batch: dict, args: Args) -> dict:
+def update(agent: Agent, target: Agent, optimizer, batch: dict, args: Args) -> dict:
     """One gradient step, one of the target network -> what to log."""
-    loss, losses = td_loss(agent, target, batch, args)  # compiled where --compile says so
+    loss, losses = td_loss(agent, target, batch, args)
     optimizer.zero_grad()
     loss.backward()
     average_gradients(agent)
@@ -228,8 +228,7 @@ def train(args: Args) -> Result:
     target = copy.deepcopy(agent).requires_grad_(False)
     target.normalizer = agent.normalizer  # both see the same observations
     optimizer = torch.optim.Adam(agent.parameters(), args.learning_rate, fused=True)
-    loss_function = run.compile(td_loss)
-    learn = run.capture(update)  # one launch with --compile graphs
+    learn = run.capture(update)  # one graph, where --compile says so
     agents = (workers.envs.num_agents,)
     rollout = workers.start(agent, args.num_steps, alive=agents, next_alive=agents)
     replay = ReplayBuffer(run, rollout, args.buffer_size)
@@ -246,7 +245,7 @@ def train(args: Args) -> Result:
         before, step = step, step + args.num_steps * args.num_envs * run.world_size
         for _ in range(args.updates):
             batch = replay.windows(args.batch_size, args.num_steps)
-            losses = learn(agent, target, optimizer, loss_function, batch, args)
+            losses = learn(agent, target, optimizer, batch, args)
 
         run.log_episodes(step, rollout)
         if step // args.log_every > before // args.log_every:

@@ -181,7 +181,7 @@ def test_update_is_one_clipped_step_and_a_soft_update(module):
     norm = np.linalg.norm(gradient)
     assert norm > 0.05
     optimizer = torch.optim.SGD(agent.parameters(), 1.0)
-    logged, errors = module.update(agent, target, optimizer, module.q_loss, batch, args)
+    logged, errors = module.update(agent, target, optimizer, batch, args)
     ours = ours - gradient * 0.05 / norm
     np.testing.assert_allclose(flat(agent), ours, atol=1e-6)
     np.testing.assert_allclose(flat(target), slow + 0.3 * (ours - slow), atol=1e-6)

@@ -1,12 +1,14 @@
 """What --compile auto is: by the number of updates and whether there is a compiler; and threads."""
 
 import itertools
+import re
 import shutil
 import sysconfig
 import time
 
 import pytest
 import torch
+from torch.torch_version import TorchVersion
 
 from algos import a2c, dqn, ppo, qmix, sac, vdn
 from algos.worker_learner import UserError, engine
@@ -32,6 +34,7 @@ def test_gradient_steps_of_a_run(args, steps):
 
 def test_auto_compiles_where_it_pays(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/" + name)
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.13.0"))
     assert engine.choose_compile(sac.Args(num_envs=4), "cpu", False) == "default"
     short = sac.Args(num_envs=4, total_steps=10_000)
     assert engine.choose_compile(short, "cpu", False) == "none"
@@ -40,6 +43,13 @@ def test_auto_compiles_where_it_pays(monkeypatch):
     assert engine.choose_compile(sac.Args(compile="graphs"), "cuda", False) == "graphs"
     with pytest.raises(UserError, match="graphs, which needs one learner on a GPU; use auto"):
         engine.choose_compile(sac.Args(compile="graphs"), "cuda", False, 2)
+    assert engine.choose_compile(sac.Args(num_envs=4), "cpu", False, 2) == "none"
+    assert engine.choose_compile(ppo.Args(num_envs=4), "cpu", False, 2) == "default"
+    with pytest.raises(UserError, match=re.escape("Python.h, and here one learner and torch 2.13")):
+        engine.choose_compile(sac.Args(compile="default"), "cpu", False, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "__version__", TorchVersion("2.12.1"))
+        assert engine.choose_compile(sac.Args(num_envs=4), "cpu", False) == "none"
     monkeypatch.setattr(sysconfig, "get_path", lambda name: "/none")  # without python3-dev
     assert engine.choose_compile(sac.Args(num_envs=4), "cpu", False) == "none"
     monkeypatch.undo()
@@ -96,7 +106,7 @@ def test_without_a_compiler(monkeypatch, capsys):
     with pytest.raises(UserError, match="--compile is default, which needs C\\+\\+ and Python"):
         engine.choose_compile(sac.Args(compile="default"), "cpu", False)
     assert engine.choose_compile(sac.Args(compile="default"), "cpu", True) == "none"
-    assert "default needs C++ and Python.h; the run goes on without it" in capsys.readouterr().out
+    assert "default needs C++ and Python.h, and here one learner and" in capsys.readouterr().out
 
 
 def test_learners_who_join_a_run_go_on_without_graphs(capsys):

@@ -291,9 +291,8 @@ def test_who_moves_when(script, delay):
 
     for number in range(7):
         before = [weights(x) for x in (agent.critics, agent.actors, target)]
-        functions = script.critic_loss, script.actor_loss
         numbered = [] if script is maddpg else [number]
-        losses = script.update(agent, target, optimizers, functions, batch, *numbered, args)
+        losses = script.update(agent, target, optimizers, batch, *numbered, args)
         after = [weights(x) for x in (agent.critics, agent.actors, target)]
         moved = [not torch.equal(x, y) for x, y in zip(before, after, strict=True)]
         rest = script is maddpg or (number + 1) % delay == 0

@@ -282,8 +282,9 @@ def optimizers_of(script, agent):
 
 
 def update(script, agent, target, optimizers, args, number=0):
-    functions, extra = (script.critic_loss, script.actor_loss), (number,) * (script is td3)
-    return script.update(agent, target, optimizers, functions, random_batch(), *extra, args)
+    functions = [(script.critic_loss, script.actor_loss)] if script is mod_sac else []
+    extra = (number,) if script is td3 else ()
+    return script.update(agent, target, optimizers, *functions, random_batch(), *extra, args)
 
 
 def weights(network):
@@ -308,6 +309,27 @@ def test_compiled_losses_are_the_same():
         found.append((loss, td_error, policy_loss, *[p.grad for p in agent.parameters()]))
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="its compiler does not read backward()")
+def test_compiled_updates_are_the_same():
+    """Networks, Adam's moments and what is returned, in turns with and without the actor."""
+    found, graphs = [], torch._dynamo.utils.counters["stats"]
+    before = graphs["unique_graphs"]
+    for how in ("default", "none"):
+        agent, target, args = make_agent(td3, target_noise=0.0)
+        run = SimpleNamespace(args=RunArgs(compile=how, device="cpu"))
+        learn = Run.capture(run, td3.update, args.policy_delay)
+        networks = agent.critics, agent.actor
+        optimizers = [torch.optim.Adam(x.parameters(), fused=True) for x in networks]
+        for number in range(7):
+            optimizers[1].param_groups[0]["lr"] = 0.01 / (number + 1)  # a schedule
+            results = learn(agent, target, optimizers, random_batch(), number, args)
+        states = [optimizer.state_dict()["state"] for optimizer in optimizers]
+        found.append((results, agent.state_dict(), target.state_dict(), states))
+    assert graphs["unique_graphs"] - before == 2  # with the actor, without it
+    torch.testing.assert_close(*found, rtol=1e-8, atol=1e-10)
 
 
 @pytest.mark.parametrize("script", [*SCRIPTS, mod_sac])

@@ -212,13 +212,13 @@ def moves(script, numbers_of_updates, **options):
     """Which of (critics, actor, target) each update moved."""
     agent, target, args = make_agent(script, **options)
     optimizers, batch, found = optimizers_of(agent), random_batch(), []
-    loss_functions = script.critic_loss, script.actor_loss
+    functions = [(script.critic_loss, script.actor_loss)] if script is mod_sac else []
     parts = [agent.critics, agent.actor] + ([] if script is crossq else [target])
     others = (agent,) if script is crossq else (agent, target)
     for number in numbers_of_updates:
         before = [torch.cat([p.detach().flatten() for p in part.parameters()]) for part in parts]
         extra = () if script is mod_sac else (number,)
-        script.update(*others, optimizers, loss_functions, batch, *extra, args)
+        script.update(*others, optimizers, *functions, batch, *extra, args)
         after = [torch.cat([p.detach().flatten() for p in part.parameters()]) for part in parts]
         found.append([not torch.equal(a, b) for a, b in zip(before, after, strict=True)])
     return found, agent
@@ -241,10 +241,10 @@ def test_only_their_own_loss_moves_the_critics(script):
     before = copy.deepcopy(others)
     torch.manual_seed(3)
     script.critic_loss(*before, random_batch(), *(args,) * (script is redq))[0].backward()
-    loss_functions = script.critic_loss, script.actor_loss
+    functions = [(script.critic_loss, script.actor_loss)] if script is mod_sac else []
     torch.manual_seed(3)
     losses, _ = script.update(
-        *others, optimizers_of(agent), loss_functions, random_batch(), *number, args
+        *others, optimizers_of(agent), *functions, random_batch(), *number, args
     )
     assert "actor" in losses and all(p.requires_grad for p in agent.parameters())
     both = zip(agent.critics.parameters(), before[0].critics.parameters(), strict=True)

@@ -254,7 +254,7 @@ def test_target_network_follows(script):
     target.requires_grad_(False)
     optimizer = torch.optim.Adam(agent.parameters(), 1e-2)
     ours, theirs = (copy.deepcopy(x) for x in (agent, target))
-    losses = script.update(agent, target, optimizer, script.td_loss, random_batch(), args)
+    losses = script.update(agent, target, optimizer, random_batch(), args)
     assert losses.keys() == {"td", "value", "grad_norm"} and losses["grad_norm"] > 0
     rows = zip(
         *(x.parameters() for x in (ours, agent, theirs, target)), strict=True

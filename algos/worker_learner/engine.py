@@ -21,13 +21,15 @@ from vec_envs.core import available_cores
 
 WIDE = 256  # units of a layer from which on products of matrices take most of an update
 RECHECK_SECONDS = 60  # until it is asked again whether several threads are faster
-WORTH_COMPILING = 15_000  # gradient steps: ten seconds of compiling, about a millisecond each
+WORTH_COMPILING = 30_000  # gradient steps: twenty seconds of compiling, about a millisecond each
 
 
 def choose_compile(args: Any, device: str, resumed: bool, learners: int = 1) -> str:
     """--compile, with `auto` replaced: by `graphs` on a GPU, else `default` in a long run."""
     compiler = any(map(shutil.which, (os.environ.get("CXX", "c++"), "g++", "clang++")))
     compiler &= os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h"))
+    if replay := hasattr(args, "save_replay"):  # then whole updates are compiled
+        compiler &= learners == 1 and torch.__version__ >= "2.13"
     possible = {"graphs": device == "cuda" and learners == 1, "default": compiler, "none": True}
     if args.compile == "auto":
         possible["default"] &= gradient_steps(args) >= WORTH_COMPILING
@@ -35,6 +37,7 @@ def choose_compile(args: Any, device: str, resumed: bool, learners: int = 1) -> 
     if possible[args.compile]:
         return args.compile
     needs = {"graphs": "one learner on a GPU", "default": "C++ and Python.h"}[args.compile]
+    needs += ", and here one learner and torch 2.13" * (replay and args.compile == "default")
     if resumed:  # elsewhere, or with more learners
         tell(f"Not exact: --compile {args.compile} needs {needs}; the run goes on without it.")
         return "none"
@@ -153,6 +156,65 @@ def compiled_loss(function: Callable, args: Any) -> Callable:
         return (loss, *more) if more else loss
 
     return loss_function
+
+
+class _Adam:
+    """An Adam as the compiler reads it: the same weights and moments, and no fused kernel."""
+
+    def __init__(self, adam: torch.optim.Adam):
+        group = adam.param_groups[0]
+        self.param_groups = [{"params": group["params"]}]
+        self.betas, self.eps = group["betas"], group["eps"]
+        self.rate = torch.zeros((), dtype=torch.float64, device=group["params"][0].device)
+        moments = "exp_avg", "exp_avg_sq", "step"
+        used = [weight for weight in group["params"] if weight in adam.state]
+        self.state = [(weight, *map(adam.state[weight].get, moments)) for weight in used]
+
+    def zero_grad(self) -> None:
+        for weight, *_ in self.state:
+            weight.grad = None
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """θ ← θ − η m̂ / (√v̂ + ε), with m̂ = m / (1 − β₁ᵗ) and v̂ = v / (1 − β₂ᵗ)."""
+        beta1, beta2 = self.betas
+        for weight, m, v, step in self.state:
+            t = step.add_(1).double()  # 1 − 0.999ᵗ is small at first
+            m.lerp_(weight.grad, 1 - beta1)
+            v.mul_(beta2).addcmul_(weight.grad, weight.grad, value=1 - beta2)
+            root = (v / (1 - beta2**t)).sqrt()
+            weight.sub_(self.rate / (1 - beta1**t) * m / (root + self.eps))
+
+
+def compiled(update: Callable, period: int, args: Any) -> Callable:
+    """`update` with its losses, their gradients and the optimizers' steps as one compiled graph.
+
+    It may do another thing where its number is the last of `period`. The first updates run as they
+    are: in them Adam makes its moments.
+    """
+    torch._dynamo.config.trace_autograd_ops = True  # through backward(), by torch 2.13
+
+    def without_gradients(*inputs: Any) -> Any:
+        return pytree.tree_map_only(Tensor, Tensor.detach, update(*inputs))
+
+    options = {"fallback_random": args.device == "cpu"}  # the compiler draws its own one by one
+    compute = torch.compile(without_gradients, options=options)
+    twins: dict[torch.optim.Adam, _Adam] = {}
+    last = period - 1
+
+    def learn(*inputs: Any) -> Any:
+        leaves, tree = pytree.tree_flatten(inputs)
+        adams = [x for x in leaves if isinstance(x, torch.optim.Adam)]
+        if not all(adam.state for adam in adams):
+            return update(*inputs)
+        for adam in adams:
+            twin = twins[adam] = twins.get(adam) or _Adam(adam)
+            twin.rate.fill_(adam.param_groups[0]["lr"])  # a number would be compiled as it is
+        leaves = [twins[x] if isinstance(x, torch.optim.Adam) else x for x in leaves]
+        leaves = [last * (x % period == last) if type(x) is int else x for x in leaves]
+        return compute(*pytree.tree_unflatten(leaves, tree))
+
+    return learn
 
 
 def captured(function: Callable, period: int = 1) -> Callable:

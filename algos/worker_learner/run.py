@@ -131,7 +131,9 @@ class Run:
         return functions[0] if len(functions) == 1 else functions
 
     def capture(self, update: Callable, period: int = 1) -> Callable:
-        """`update` as a CUDA graph where --compile says so; the last of `period` is another."""
+        """`update` as one graph, where --compile says so; the last of `period` is another one."""
+        if self.args.compile == "default":
+            return engine.compiled(update, period, self.args)
         return engine.captured(update, period) if self.args.compile == "graphs" else update
 
     def log(self, step: int, losses: dict[str, Tensor | float], **charts: Tensor | float) -> None:
