@@ -206,8 +206,7 @@ def train(args: Args) -> Result:
     losses: dict[str, Tensor] = {}  # of the last update
     while step < args.total_steps:
         agent.epsilon.fill_(epsilon_at(step, args))
-        remaining = 1 - step / args.total_steps
-        optimizer.param_groups[0]["lr"] = args.learning_rate * remaining
+        optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - step / args.total_steps)
         rollout = workers.collect()
         replay.add(rollout)
         agent.normalizer.update(rollout["obs"])

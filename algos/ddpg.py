@@ -19,7 +19,7 @@ What differs from the paper (its values in brackets; most of ours are those of T
 - Adam's rate is 1e-3 for both networks (actor 1e-4), τ = 0.005 (0.001), batches of 256 (64);
 - four environments collect, one update per transition; a truncated episode bootstraps from its true
   last observation; with --n-step, r is a sum of n discounted rewards and `discount` is γⁿ (else γ);
-  with --prioritized, `weight` corrects for the non-uniform sampling (else it is 1).
+  with --prioritized, `weight` (else 1) corrects L(Q) for the non-uniform sampling, not L(μ).
 """
 
 import copy

@@ -13,6 +13,8 @@ What differs from the paper:
 - observations are vectors, normalised by running statistics, which are saved with the agent;
 - Q̄ moves a little after each update (`soft_update`), not all the way after every 10,000th;
 - Adam instead of RMSProp, its learning rate annealed to zero; the gradient's norm is clipped;
+- batches of 128 (32), a buffer of 100,000 transitions (1 M), updates from step 1000 on (50,000); ε
+  falls during a fifth of the run (the first million frames); two layers of 128 units;
 - eight environments collect; rewards are not clipped (paper: ±1), ε ends at 0.05 (0.1); a truncated
   episode bootstraps from its true last observation;
 - with --n-step, r is the discounted sum of n rewards, γⁿ replaces γ, both cut at an episode's end,
@@ -174,8 +176,7 @@ def train(args: Args) -> Result:
     losses: dict[str, Tensor] = {}  # of the last update
     while step < args.total_steps:
         agent.epsilon.fill_(epsilon_at(step, args))
-        remaining = 1 - step / args.total_steps
-        optimizer.param_groups[0]["lr"] = args.learning_rate * remaining
+        optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - step / args.total_steps)
         rollout = workers.collect()
         replay.add(rollout)
         agent.normalizer.update(rollout["obs"])

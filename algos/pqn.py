@@ -188,8 +188,7 @@ def train(args: Args) -> Result:
 
     while step < args.total_steps:
         agent.epsilon.fill_(epsilon_at(step, args))
-        remaining = 1 - step / args.total_steps
-        optimizer.param_groups[0]["lr"] = args.learning_rate * remaining
+        optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - step / args.total_steps)
         rollout = workers.collect()
         step += args.num_steps * args.num_envs * run.world_size
         losses = update(agent, optimizer, rollout, loss_function, args)

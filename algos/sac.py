@@ -17,7 +17,7 @@ What differs from td3.py:
 - `temperature_loss`: α is adjusted so that the entropy approaches H̄.
 What differs from the paper: four environments collect, Adam's rate is td3.py's 1e-3 (paper: 3e-4),
 L(α) has log α in place of α (its gradient has the same sign). With --n-step, r sums n discounted
-rewards (no entropies), `discount` is γⁿ; with --prioritized, `weight` corrects for the sampling.
+rewards (no entropies), `discount` is γⁿ; with --prioritized, `weight` corrects L(Q) alone.
 """
 
 import copy

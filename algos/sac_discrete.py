@@ -16,10 +16,12 @@ What differs from sac.py:
 - `critic_loss`, `actor_loss`: the sums. No gradient passes through the critics to the actor.
 - `target_entropy_at`: the paper's H̄ = 0.98 log |A| explores, but keeps the policy almost random; H̄
   falls from there (Xu et al. 2021, arXiv:2112.02852, lower it as well).
-What differs from the paper: this schedule; observations are vectors, normalised by running
-statistics; eight environments; learning rates annealed to zero; L(α) has log α in the place of α,
-which begins at 0.2; with --exploration-length, actions are repeated (otherwise Acrobot's goal is
-rarely found); with --n-step, r is the sum of n discounted rewards, without the entropies.
+What differs from the paper: this schedule; Q̄ moves a little at each update (copied every 8000);
+batches of 128 (64), no random steps at first (20,000), Adam's rate 1e-3 (3e-4), annealed to zero;
+observations are vectors, normalised by running statistics; eight environments; L(α) has log α in
+the place of α, which begins at 0.2; with --exploration-length, actions are repeated (otherwise
+Acrobot's goal is rarely found); with --n-step, r is the sum of n discounted rewards, without the
+entropies.
 """
 
 import copy
@@ -70,7 +72,7 @@ class Args(TransitionArgs):
     exploration_fraction: float = 0.2
     """fraction of the run during which H̄ falls from the paper's 0.98 to --target-entropy-ratio"""
     exploration_length: float = 1.0
-    """L: mean number of steps that an action is repeated where π is uniform (1: never repeated)"""
+    """L: mean number of steps between two draws of an action where π is uniform (1: each step)"""
     initial_temperature: float = 0.2
     """initial α"""
     hidden_size: int = 128

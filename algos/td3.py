@@ -17,7 +17,7 @@ What differs from ddpg.py (the first limits overestimation, the other two the er
 What differs from the paper: two layers of 256 (400 and 300), batches of 256 (100), 10,000 steps of
 uniform actions (1000 on all tasks except HalfCheetah and Ant), four environments collect, and a' is
 clipped to the action range (as in the authors' code). With --n-step, r is a sum of n discounted
-rewards and `discount` is γⁿ (else γ); with --prioritized, `weight` corrects for the sampling.
+rewards and `discount` is γⁿ (else γ); with --prioritized, `weight` corrects L(Q) alone.
 """
 
 import copy

@@ -16,7 +16,8 @@ the learning rate alone sets a step's angle: 3e-4 (1e-3), annealed to a tenth, �
 Rewards are divided by σ, the standard deviation of the return; z is −5 to 5; four hidden layers; α
 begins at 0.01, H̄ is −dim(A)/2. Unlike the paper or its code: no target networks, 1 update a step
 (2), critics 256 wide (512), 4 environments, γ = 0.99 (1 − 5/episode length), rewards clipped to
-±10, log σ ≥ −20 (−10), PyTorch's initial weights, inputs without learned scale and shift.
+±10, log σ ≥ −20 (−10), PyTorch's initial weights, of unit norm from the first step on, inputs
+without learned scale and shift, L(α) with log α. The actor's rate, too, falls to a tenth.
 """
 
 import math
@@ -188,7 +189,7 @@ def collect(agent: Agent, envs: vec_envs.VecEnv, rollout: dict[str, Tensor]) -> 
 def project(returns: Tensor, p: Tensor, bins: Tensor) -> Tensor:
     """p of `returns`, both (B, K), given to the two bins around each, so that its mean stays."""
     place = (returns.clamp(bins[0], bins[-1]) - bins[0]) / (bins[-1] - bins[0]) * (len(bins) - 1)
-    lower = place.long().clamp(max=len(bins) - 2)
+    lower = place.long().clamp(0, len(bins) - 2)  # 0 also of a NaN, at which the run stops
     m = torch.zeros_like(p).scatter_add_(1, lower, p * (lower + 1 - place))
     return m.scatter_add_(1, lower + 1, p * (place - lower))
 
@@ -271,12 +272,12 @@ def train(args: Args) -> Result:
     losses: dict[str, Tensor] = {}  # of the last update
     while step < args.total_steps:
         agent.warm_up.fill_(step < args.warmup_steps)
+        for group in critic_optimizer.param_groups + actor_optimizer.param_groups:
+            group["lr"] = args.learning_rate * (1 - 0.9 * step / args.total_steps)
         rollout = workers.collect()
         replay.add(rollout)
         agent.reward_scaler(rollout["reward"], rollout["done"])  # updates σ; critic_loss divides
         before, step = step, step + args.num_steps * args.num_envs * run.world_size
-        for group in critic_optimizer.param_groups + actor_optimizer.param_groups:
-            group["lr"] = args.learning_rate * (1 - 0.9 * step / args.total_steps)
         if step >= args.warmup_steps and len(replay) >= min(args.warmup_steps, args.buffer_size):
             for number in range(int(before * args.utd_ratio), int(step * args.utd_ratio)):
                 batch = replay.sample(args.batch_size)

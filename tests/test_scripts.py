@@ -116,7 +116,7 @@ def test_the_helper_is_short():
 @pytest.mark.parametrize("script", ALL)
 def test_the_training_step_is_in_the_open(script):
     """zero_grad, backward, average_gradients, perhaps again for a second term, then step."""
-    calls = {"zero_grad()": "z", ".backward()": "b", "average_gradients(": "a"}
+    calls = {"zero_grad()": "z", ".backward(": "b", "average_gradients(": "a"}
     calls["optimizer.step()"] = "s"
     found = re.findall("|".join(map(re.escape, calls)), (ALGOS / f"{script}.py").read_text())
     assert re.fullmatch("((zba)+s)+", "".join(calls[call] for call in found)), found

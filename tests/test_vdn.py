@@ -322,14 +322,14 @@ def test_what_changes_during_a_run(script, tmp_path, monkeypatch):
         assert torch.equal(reward, team[-1])
         return original(self, reward, done)
 
-    def watched(agent, target, optimizer, loss, batch, args, original=script.update):
+    def watched(agent, target, optimizer, batch, args, original=script.update):
         assert agent.normalizer.mean.equal(target.normalizer.mean)
         if script is qmix:
             assert agent.state_normalizer.mean.equal(target.state_normalizer.mean)
         assert torch.isin(batch["reward"], torch.cat(raw)).all()
         alpha = agent.lowering_weight.item() if script is vdn else 1.0
         seen.append((optimizer.param_groups[0]["lr"], agent.epsilon.item(), alpha))
-        return original(agent, target, optimizer, loss, batch, args)
+        return original(agent, target, optimizer, batch, args)
 
     monkeypatch.setattr(script, "update", watched)
     monkeypatch.setattr(script, "collect", collect)
