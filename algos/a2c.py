@@ -17,6 +17,7 @@ A rollout is used once, then thrown away (ppo.py: several passes). What differs 
   in evaluation and fixed within an iteration;
 - a truncated episode bootstraps from the value of its true last observation (`gae`);
 - orthogonal initial weights, the actor's last layer near zero; σ does not depend on the state;
+- RMSProp is torch's, with ε outside of the root (paper: inside);
 - actor and critic share no layer (as in the paper's MuJoCo tasks); the norm of the gradient is
   clipped; c_H is 0 (0.01 on Atari).
 """
@@ -223,7 +224,7 @@ def train(args: Args) -> Result:
     args = run.args
     workers = Workers(run, collect)
     agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
-    # RMSProp as in the paper: with Adam a good policy did not stay good on CartPole.
+    # RMSProp, nearly the paper's: with Adam a good policy did not stay good on CartPole.
     optimizer = torch.optim.RMSprop(agent.parameters(), args.learning_rate, eps=1e-5)
     loss_function = run.compile(a2c_loss)
     workers.start(agent, args.num_steps)

@@ -19,8 +19,8 @@ unscaled rewards). Continuous actions are a tanh plus Gaussian noise (theirs: a 
 What else differs from the paper: no ensembles, no inference of policies; rewards times 0.1;
 learning rates of 1e-3 (1e-2), annealed to zero; 64 environments, an update after every 50 steps
 (100) from step 5000 on (25,600), 200,000 steps in the replay buffer (10⁶); the gradient norm of all
-agents together is clipped (their code: each matrix's); a truncated episode bootstraps from its true
-last observation; an agent that has left the episode has the value 0 and does not learn.
+agents together is clipped (their code: each matrix's); an agent that has left the episode has the
+value 0 and does not learn.
 """
 
 import copy

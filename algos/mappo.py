@@ -14,10 +14,12 @@ Yu, Velu, Vinitsky, Gao, Wang, Bayen, Wu 2022, arXiv:2103.01955. Agents i = 1 â€
 What differs from ppo.py: an axis for the agents, (T, N, A, ...); each agent gets the sum of all
 rewards; the critic learns normalised returns instead of returns of normalised rewards; one step per
 epoch, on the whole rollout, as the paper recommends; dead agents' actions are not in policy losses.
-What differs from the paper: no recurrent networks; no Huber loss, value clip or PopArt (returns are
-normalised, the critic's last layer is not rescaled); no death masking (dead agents have a value:
-they get credit for what their team earns later); learning rate and c_H are annealed, c_H from 0.03
-(paper: 0.01): a speaker that settles early may use one word for two goals; other values in `Args`.
+What differs from the paper: no recurrent networks, no LayerNorm (observations and state are
+normalised by running statistics); a truncated episode bootstraps from its true last state; no Huber
+loss, value clip or PopArt (returns are normalised, the critic's last layer is not rescaled); no
+death masking (dead agents have a value: they get credit for what their team earns later); learning
+rate and c_H are annealed, c_H from 0.03 (paper: 0.01): a speaker that settles early may use one
+word for two goals; other values in `Args`.
 """
 
 from dataclasses import dataclass

@@ -4,8 +4,8 @@ Gallici, Fellows, Ellis, Pou, Masmitja, Foerster, Martin 2024, arXiv:2407.04811.
 in parallel take the place of the buffer, LayerNorm that of the target network. With λ-returns
 from the true next observation s'_t of every step, computed before the epochs,
 
-    G_t  = r_t + γ (1 − terminated_t) [ λ G_{t+1} + (1 − λ) max_a Q(s'_t, a) ]
-    L(θ) = ½ E[ (Q(s_t, a_t) − G_t)² ]
+    G_t  = r_t + γ (1 − terminated_t) [ λ_t G_{t+1} + (1 − λ_t) max_a Q(s'_t, a) ]
+    L(θ) = ½ E[ (Q(s_t, a_t) − G_t)² ]                             λ_t = λ (1 − done_t)
 
     python algos/pqn.py --env CartPole            an environment of vec_envs
     python algos/pqn.py --env LunarLander-v3      a Gymnasium id
@@ -125,9 +125,10 @@ def epsilon_at(step: int, args: Args) -> float:
 
 
 def lambda_returns(reward, next_value, terminated, done, args: Args) -> Tensor:
-    """G_t = r_t + γ (1 − terminated_t) [ λ G_{t+1} + (1 − λ) V(s'_t) ], all (T, N).
+    """G_t = r_t + γ (1 − terminated_t) [ λ_t G_{t+1} + (1 − λ_t) V(s'_t) ], all (T, N).
 
-    Where an episode or the rollout ends, V(s'_t) = max_a Q(s'_t, a) stands for all that follows.
+    λ_t = λ (1 − done_t). Where an episode or the rollout ends, V(s'_t) = max_a Q(s'_t, a) stands
+    for all that follows.
     """
     discount = args.gamma * (~terminated).to(reward)
     decay = args.q_lambda * (~done).to(reward)

@@ -14,7 +14,8 @@ much each Q_i counts may depend on the state s and on the others:
 What differs from vdn.py:
 - `Mixer`: W₁, b₁, w₂ are linear in the state, absolute values make W₁ and w₂ ≥ 0; b₂ has a hidden
   layer (hypernetworks).
-- `collect` stores the state; `td_target` and `td_loss` give it to the mixing network.
+- `collect` stores the state; `td_target` and `td_loss` give it, normalised by running
+  statistics, to the mixing network.
 - All errors have the same weight: the mixing network needed no w_t. γ is 0.9 (0.95 there).
 What differs from the paper: what vdn.py names except w_t (paper: a GRU that also sees the agent's
 last action; 32 episodes a batch; one step, max_a Q̄_tot; RMSProp, 5e-4); γ = 0.9 (0.99); the mixing

@@ -11,7 +11,7 @@ from mpe2 import simple_tag_v3
 
 from algos.worker_learner.workers import compare_returns
 from vec_envs import make
-from vec_envs.core import env_seeds
+from vec_envs.core import MultiAgentVecEnv, env_seeds
 from vec_envs.gym import GymEnv
 
 # Two agents. "mortal" leaves after two steps, "other" after four: by its end, or by a time limit.
@@ -312,3 +312,13 @@ def test_a_score_of_several_agents_says_that_it_is_their_sum():
     said = compare_returns(make("Spread", 1)).splitlines()
     assert said[0] == "Returns are sums over the agents." and said[1].startswith("To compare: ")
     assert not compare_returns(make("CartPole", 1))
+
+
+def test_bounds_of_actions_that_an_agent_lacks_do_not_count():
+    actions = [Box(2.0, 3.0, (size,)) for size in (1, 3)]
+    observations = [Box(2.0, 3.0, (size,)) for size in (2, 1)]
+    envs = MultiAgentVecEnv("two", 4, "cpu", 0, observations, actions, 5)
+    assert envs.single_action_space.low.tolist() == [2, 2, 2]
+    assert envs.single_action_space.high.tolist() == [3, 3, 3]
+    assert envs.single_observation_space.low.tolist() == [2, 0]  # filled with zeros
+    assert envs.action_mask.tolist() == [[True, False, False], [True, True, True]]

@@ -331,7 +331,7 @@ class MultiAgentVecEnv(VecEnv):
         available_in_obs: bool = False,
     ):
         obs_space, obs_mask = _padded(observation_spaces)
-        action_space, action_mask = _padded(action_spaces)
+        action_space, action_mask = _padded(action_spaces, np.inf)
         self.available_in_obs = available_in_obs
         if available_in_obs:
             low, high = (np.pad(b, (0, action_space.n)) for b in (obs_space.low, obs_space.high))
@@ -398,16 +398,18 @@ class Elsewhere:
         return *(x.to(self.device) for x in result), info
 
 
-def _padded(spaces: list) -> tuple[Space, Tensor]:
-    """A space large enough for each of `spaces`, and which of its entries each has (A, size)."""
+def _padded(spaces: list, missing: float = 0.0) -> tuple[Space, Tensor]:
+    """A space large enough for each of `spaces`, and which of its entries each has (A, size).
+
+    `missing`: the bounds of entries that a space lacks; with infinity they do not count.
+    """
     if isinstance(spaces[0], Discrete):
         sizes = torch.tensor([int(space.n) for space in spaces])
         padded = Discrete(int(sizes.max()))
     else:
         sizes = torch.tensor([space.shape[0] for space in spaces])
-        low, high = (
-            np.stack([np.pad(getattr(s, bound), (0, sizes.max() - s.shape[0])) for s in spaces])
-            for bound in ("low", "high")
-        )
-        padded = Box(low.min(0), high.max(0), dtype=np.float32)
+        pads = [(space, (0, int(sizes.max()) - space.shape[0])) for space in spaces]
+        low = [np.pad(space.low, pad, constant_values=missing) for space, pad in pads]
+        high = [np.pad(space.high, pad, constant_values=-missing) for space, pad in pads]
+        padded = Box(np.min(low, 0), np.max(high, 0), dtype=np.float32)
     return padded, torch.arange(int(sizes.max())) < sizes.unsqueeze(1)
