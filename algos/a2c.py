@@ -202,20 +202,19 @@ def a2c_loss(agent: Agent, batch: dict[str, Tensor], args: Args) -> tuple[Tensor
     return loss, losses
 
 
-def update(agent: Agent, optimizer, rollout, a2c_loss, args: Args) -> dict[str, Tensor]:
+def update(agent: Agent, optimizer, rollout, args: Args) -> dict[str, Tensor]:
     """One gradient step on all of a rollout -> what to log."""
     batch = prepare(agent, rollout, args)
     # A single step: after it the policy is not the one that collected the rollout.
-    loss, losses = a2c_loss(agent, batch, args)  # compiled where --compile says so
+    loss, losses = a2c_loss(agent, batch, args)
     optimizer.zero_grad()
     loss.backward()
     average_gradients(agent)
-    norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
+    losses["grad_norm"] = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
     optimizer.step()
     agent.normalizer.update(rollout["obs"])  # last, so that all of the above saw one normaliser
     unexplained = batch["advantage"].var(correction=0)  # R − V = Â
     unexplained = unexplained / (batch["returns"].var(correction=0) + 1e-8)
-    losses = {name: x.detach() for name, x in losses.items()} | {"grad_norm": norm}
     return losses | {"explained_variance": 1 - unexplained}
 
 
@@ -226,7 +225,6 @@ def train(args: Args) -> Result:
     agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
     # RMSProp, nearly the paper's: with Adam a good policy did not stay good on CartPole.
     optimizer = torch.optim.RMSprop(agent.parameters(), args.learning_rate, eps=1e-5)
-    loss_function = run.compile(a2c_loss)
     workers.start(agent, args.num_steps)
     step = run.start(agent=agent, optimizer=optimizer, workers=workers)
 
@@ -235,7 +233,7 @@ def train(args: Args) -> Result:
         optimizer.param_groups[0]["lr"] = args.learning_rate * remaining
         rollout = workers.collect()
         step += args.num_steps * args.num_envs * run.world_size
-        losses = update(agent, optimizer, rollout, loss_function, args)
+        losses = update(agent, optimizer, rollout, args)
 
         run.log_episodes(step, rollout)
         run.log(step, losses, learning_rate=optimizer.param_groups[0]["lr"])

@@ -195,7 +195,7 @@ def train(args: Args) -> Result:
     critic_optimizer = torch.optim.Adam(agent.critic.parameters(), args.learning_rate, fused=True)
     actor_optimizer = torch.optim.Adam(agent.actor.parameters(), args.learning_rate, fused=True)
     optimizers = critic_optimizer, actor_optimizer
-    learn = run.capture(update)  # one graph, where --compile says so
+    learn = run.compile(update)  # one graph, where --compile says so
     replay = ReplayBuffer(run, workers.start(agent, args.num_steps), args.buffer_size)
     step = run.start(
         agent=agent, target=target, critic_optimizer=critic_optimizer,

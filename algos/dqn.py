@@ -167,7 +167,7 @@ def train(args: Args) -> Result:
     agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
     target = copy.deepcopy(agent.q_network).requires_grad_(False)
     optimizer = torch.optim.Adam(agent.q_network.parameters(), args.learning_rate, fused=True)
-    learn = run.capture(update)  # one graph, where --compile says so
+    learn = run.compile(update)  # one graph, where --compile says so
     replay = ReplayBuffer(run, workers.start(agent, args.num_steps), args.buffer_size)
     step = run.start(
         agent=agent, target=target, optimizer=optimizer, workers=workers, replay=replay

@@ -229,12 +229,10 @@ def mappo_loss(agent: Agent, batch: dict[str, Tensor], args: Args) -> tuple[Tens
     log_ratio = policy.log_prob(batch["action"]) - batch["log_prob"]
     advantage = batch["advantage"] - mean_over_learners(masked_mean(batch["advantage"], alive))
     std = mean_over_learners(masked_mean(advantage.square(), alive)).sqrt()
-    advantage = advantage / (std + 1e-8)
-    value = agent.value(batch["obs"], batch["state"])
     variance = agent.return_statistics.var.squeeze() + 1e-8  # so that returns are normalised
     losses = {
-        "policy": policy_loss(log_ratio, advantage, alive, args.clip),
-        "value": value_loss(value, batch["returns"]) / variance,
+        "policy": policy_loss(log_ratio, advantage / (std + 1e-8), alive, args.clip),
+        "value": value_loss(agent.value(batch["obs"], batch["state"]), batch["returns"]) / variance,
         "entropy": masked_mean(policy.entropy(), alive),
     }
     loss = losses["policy"] + args.value_coef * losses["value"]
@@ -246,24 +244,30 @@ def mappo_loss(agent: Agent, batch: dict[str, Tensor], args: Args) -> tuple[Tens
     return loss, losses
 
 
-def update(agent: Agent, optimizer, rollout, mappo_loss, args: Args) -> dict[str, Tensor]:
+def gradient_step(agent: Agent, optimizer, batch: dict[str, Tensor], args: Args) -> dict:
+    """One step on all of a rollout -> what to log."""
+    loss, losses = mappo_loss(agent, batch, args)
+    optimizer.zero_grad()
+    loss.backward()
+    average_gradients(agent)
+    losses["grad_norm"] = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
+    optimizer.step()
+    return losses
+
+
+def update(agent: Agent, optimizer, rollout, learn, args: Args) -> dict[str, Tensor]:
     """Some epochs of one gradient step -> mean of each logged quantity."""
     batch = prepare(agent, rollout, args)
     logged = []
     for _ in range(args.epochs):  # no minibatches: an epoch is one step along the whole gradient
-        loss, losses = mappo_loss(agent, batch, args)
-        optimizer.zero_grad()
-        loss.backward()
-        average_gradients(agent)
-        norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
-        optimizer.step()
-        logged.append({name: x.detach() for name, x in losses.items()} | {"grad_norm": norm})
+        losses = learn(agent, optimizer, batch, args)
+        logged.append(torch.stack([*losses.values()]).detach())
     agent.normalizer.update(rollout["obs"].flatten(-2))  # last, so that all saw one normaliser
     agent.state_normalizer.update(rollout["state"])
     unexplained = batch["advantage"].var(correction=0)  # R − V_old = Â
     unexplained = unexplained / (batch["returns"].var(correction=0) + 1e-8)
-    losses = {name: torch.stack([x[name] for x in logged]).mean() for name in logged[0]}
-    return losses | {"explained_variance": 1 - unexplained}
+    means = dict(zip(losses, torch.stack(logged).mean(0), strict=True))
+    return means | {"explained_variance": 1 - unexplained}
 
 
 def train(args: Args) -> Result:
@@ -272,7 +276,7 @@ def train(args: Args) -> Result:
     workers = Workers(run, collect, multi_agent=True)
     agent = Agent(workers.envs, args).to(run.device)
     optimizer = torch.optim.Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True)
-    loss_function = run.compile(mappo_loss)
+    learn = run.compile(gradient_step)  # one graph, where --compile says so
     state, agents = (workers.envs.state_dim,), (workers.envs.num_agents,)
     workers.start(agent, args.num_steps, state=state, next_state=state, alive=agents)
     step = run.start(agent=agent, optimizer=optimizer, workers=workers)
@@ -283,7 +287,7 @@ def train(args: Args) -> Result:
         agent.entropy_coef.fill_(args.entropy_coef * remaining)
         rollout = workers.collect()
         step += args.num_steps * args.num_envs * run.world_size
-        losses = update(agent, optimizer, rollout, loss_function, args)
+        losses = update(agent, optimizer, rollout, learn, args)
 
         run.log_episodes(step, rollout)
         run.log(step, losses, learning_rate=optimizer.param_groups[0]["lr"])

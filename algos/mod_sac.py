@@ -1,19 +1,19 @@
 """Modified soft actor-critic (ModSAC): sac.py whose policy waits while the critics are unreliable.
 
-The rule is that of ElegantRL's ModSAC. With L(Q), the critics' loss, after each of their updates
+The rule is that of ElegantRL's ModSAC. With L(Q), the critics' loss, in each of their updates
 
-    L̄ ← 0.995 L̄ + 0.005 L(Q),  L̄ = 1 at first
-    λ = exp( − L̄² )                               reliability of the critics, in (0, 1]
-    n ← n + 1 / (2 − λ),  n = 0 at first          updates of the policy that are due
-    if  n > 0:  n ← n − 1  and update actor and temperature
+    if  n ≥ 0:  n ← n − 1  and update actor, temperature    n = 0 at first
+    L̄ ← 0.995 L̄ + 0.005 L(Q)                                L̄ = 1 at first
+    λ = exp( − L̄² )                                         reliability of the critics, in (0, 1]
+    n ← n + 1 / (2 − λ)                                     updates of the policy that are due
 
 so that the policy moves at every update of the critics while their loss is small (λ → 1), and at
 every second while it is large (λ → 0).
 
     python algos/mod_sac.py --env HalfCheetah
 
-What differs from sac.py: `critics_reliability`, and the `if` in `update` (on a GPU the only place
-where an update waits for the device).
+What differs from sac.py: `critics_reliability`, and `due`, by which an update waits for the number
+n of the one before it.
 What differs from ElegantRL, which compares the ratio n_π / n_Q of the updates since the last
 rollout with 1 / (2 − λ): its L(Q) was half the sum of two smooth L1 losses (here of squares); in
 some of its versions the temperature does not wait.
@@ -200,11 +200,9 @@ def critics_reliability(agent: Agent, loss: Tensor) -> Tensor:
     return (-agent.average_critic_loss.square()).exp()
 
 
-def update(agent: Agent, target: Critics, optimizers, loss_functions, batch: dict, args: Args):
-    """One step of critics, perhaps of actor and temperature -> what to log, the TD errors (B,)."""
+def update(agent: Agent, target: Critics, optimizers, batch: dict, due: bool, args: Args):
+    """One step of critics, if due of actor and temperature -> what to log, the TD errors (B,)."""
     critic_optimizer, actor_optimizer = optimizers
-    critic_loss, actor_loss = loss_functions  # those above, compiled where --compile says so
-
     q_loss, td_error = critic_loss(agent, target, batch)
     critic_optimizer.zero_grad()
     q_loss.backward()
@@ -214,15 +212,14 @@ def update(agent: Agent, target: Critics, optimizers, loss_functions, batch: dic
     losses = {"critic": q_loss, "reliability": reliability}
 
     agent.policy_due += 1 / (2 - reliability)
-    if agent.policy_due > 0:
+    if due:
         agent.policy_due -= 1
-        agent.critics.requires_grad_(False)  # the actor's loss passes through them to the action
         policy_loss, log_prob = actor_loss(agent, batch)
         actor_optimizer.zero_grad()
-        (policy_loss + temperature_loss(agent, log_prob)).backward()  # they share no parameter
+        loss = policy_loss + temperature_loss(agent, log_prob)  # they share no parameter
+        loss.backward(inputs=actor_optimizer.param_groups[0]["params"])  # not the critics'
         average_gradients(agent.actor, agent.log_temperature)
         actor_optimizer.step()
-        agent.critics.requires_grad_(True)
         temperature = agent.log_temperature.detach().exp()
         losses |= {"actor": policy_loss, "entropy": -log_prob.mean(), "temperature": temperature}
 
@@ -240,7 +237,7 @@ def train(args: Args) -> Result:
     actor_parameters = [*agent.actor.parameters(), agent.log_temperature]
     actor_optimizer = torch.optim.Adam(actor_parameters, args.learning_rate, fused=True)
     optimizers = critic_optimizer, actor_optimizer
-    loss_functions = run.compile(critic_loss, actor_loss)
+    learn = run.compile(update)  # one graph, where --compile says so
     replay = ReplayBuffer(run, workers.start(agent, args.num_steps), args.buffer_size)
     step = run.start(
         agent=agent, target=target, critic_optimizer=critic_optimizer,
@@ -256,7 +253,8 @@ def train(args: Args) -> Result:
         if step >= args.warmup_steps and len(replay) >= min(args.warmup_steps, args.buffer_size):
             for _ in range(int(before * args.utd_ratio), int(step * args.utd_ratio)):
                 batch = replay.sample(args.batch_size)
-                new, td_error = update(agent, target, optimizers, loss_functions, batch, args)
+                due = agent.policy_due.item() >= 0
+                new, td_error = learn(agent, target, optimizers, batch, due, args)
                 losses |= new  # the actor's loss is not in every one
                 replay.update_priorities(batch["index"], td_error)
 

@@ -229,7 +229,18 @@ def ppo_loss(agent: Agent, batch: dict[str, Tensor], args: Args) -> tuple[Tensor
     return loss, losses
 
 
-def update(agent: Agent, optimizer, rollout, ppo_loss, args: Args) -> dict[str, Tensor]:
+def gradient_step(agent: Agent, optimizer, batch: dict[str, Tensor], args: Args) -> dict:
+    """One step on a minibatch -> what to log."""
+    loss, losses = ppo_loss(agent, batch, args)
+    optimizer.zero_grad()
+    loss.backward()
+    average_gradients(agent)
+    losses["grad_norm"] = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
+    optimizer.step()
+    return losses
+
+
+def update(agent: Agent, optimizer, rollout, learn, args: Args) -> dict[str, Tensor]:
     """Some epochs of minibatch gradient steps -> mean of each logged quantity."""
     batch = prepare(agent, rollout, args)
     size, device = len(batch["obs"]), batch["obs"].device
@@ -238,20 +249,16 @@ def update(agent: Agent, optimizer, rollout, ppo_loss, args: Args) -> dict[str, 
         for index in torch.randperm(size, device=device).split(args.minibatch_size):
             if len(index) < 2:  # a single advantage cannot be normalised
                 continue
-            loss, losses = ppo_loss(agent, {name: x[index] for name, x in batch.items()}, args)
-            optimizer.zero_grad()
-            loss.backward()
-            average_gradients(agent)
-            norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
-            optimizer.step()
-            logged.append({name: x.detach() for name, x in losses.items()} | {"grad_norm": norm})
+            minibatch = {name: x[index] for name, x in batch.items()}
+            losses = learn(agent, optimizer, minibatch, args)
+            logged.append(torch.stack([*losses.values()]).detach())
         if args.target_kl > 0:
-            adapt_learning_rate(optimizer, mean_over_learners(logged[-1]["approx_kl"]), args)
+            adapt_learning_rate(optimizer, mean_over_learners(losses["approx_kl"]), args)
     agent.normalizer.update(rollout["obs"])  # last, so that all of the above saw one normaliser
     unexplained = batch["advantage"].var(correction=0)  # R − V_old = Â
     unexplained = unexplained / (batch["returns"].var(correction=0) + 1e-8)
-    losses = {name: torch.stack([x[name] for x in logged]).mean() for name in logged[0]}
-    return losses | {"explained_variance": 1 - unexplained}
+    means = dict(zip(losses, torch.stack(logged).mean(0), strict=True))
+    return means | {"explained_variance": 1 - unexplained}
 
 
 def adapt_learning_rate(optimizer, kl: Tensor, args: Args) -> None:
@@ -269,7 +276,7 @@ def train(args: Args) -> Result:
     workers = Workers(run, collect)
     agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
     optimizer = torch.optim.Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True)
-    loss_function = run.compile(ppo_loss)
+    learn = run.compile(gradient_step)  # one graph, where --compile says so
     workers.start(agent, args.num_steps)
     step = run.start(agent=agent, optimizer=optimizer, workers=workers)
 
@@ -279,7 +286,7 @@ def train(args: Args) -> Result:
             optimizer.param_groups[0]["lr"] = args.learning_rate * remaining
         rollout = workers.collect()
         step += args.num_steps * args.num_envs * run.world_size
-        losses = update(agent, optimizer, rollout, loss_function, args)
+        losses = update(agent, optimizer, rollout, learn, args)
 
         run.log_episodes(step, rollout)
         run.log(step, losses, learning_rate=optimizer.param_groups[0]["lr"])

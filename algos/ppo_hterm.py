@@ -1,8 +1,7 @@
 """PPO with the Hamiltonian term (H-term): ppo.py plus advantage-weighted regression on its past.
 
-Liu & Fang 2020, "Quantum Tensor Networks for Variational RL", and Liu, Li, Wu, Wang 2023,
-"Stationary Deep RL with Quantum K-spin Hamiltonian Regularization", read minus the expected K-step
-return as an energy and raise the log-probability of remembered trajectories. With R from `gae`:
+Liu & Fang 2020 (NeurIPS workshop) and Liu, Li, Wu, Wang 2023 (ICLR workshop): minus the expected
+K-step return is an energy; the log-probability of remembered trajectories rises. With R from `gae`:
 
     memory   the last M rollouts; each minibatch is joined by a second one, half as large, from them
     L_H(θ) = − E[ w/w̄ σ̄² log π_θ(a|s) ] + 0.05 E[ (R − V_θ(s))² ],   w = min(exp Â, 3)
@@ -11,11 +10,10 @@ return as an energy and raise the log-probability of remembered trajectories. Wi
     python algos/ppo_hterm.py --env Ant
 
 L_H is advantage-weighted regression (AWR; Peng 2019, arXiv:1910.00177), akin to self-imitation (Oh
-2018, arXiv:1806.05635). What differs from ppo.py: `recall`, `hamiltonian_term`, their part in
-`update`, where λ_H falls linearly to zero; continuous actions only; c_V = 0.5, c_H = 0, a gradient
-norm of at most 0.5. With λ_H = 0 it is ppo.py at these values, bit for bit. What differs from AWR:
-PPO's loss is added; w is at most 3 (AWR: 20), divided by its mean; only the mean μ learns (if all
-σ are equal, −σ̄² log π is ½ ‖a − μ_θ(s)‖² plus a constant); log π + H(π) is clipped at −20.
+2018, arXiv:1806.05635). What differs from ppo.py: `recall`, `hamiltonian_term` and where they are
+used; λ_H falls linearly to zero; continuous actions only; c_V, c_H and gradient norm are fixed
+(0.5, 0, 0.5). With λ_H = 0 it is ppo.py, bit for bit. What differs from AWR: PPO's loss is added; w
+is at most 3 (20), divided by its mean; only μ learns; log π + H(π) is at least −20.
 """
 
 from dataclasses import dataclass
@@ -107,6 +105,7 @@ class Agent(nn.Module):
         self.critic = mlp(obs_dim, args.hidden_size, 1, last_gain=1.0)
         self.log_std = nn.Parameter(torch.full((act_dim,), args.initial_log_std))
         low, high = torch.tensor(action_space.low), torch.tensor(action_space.high)
+        self.register_buffer("hterm_coef", torch.tensor(0.0), persistent=False)  # λ_H
         self.register_buffer("action_center", (high + low) / 2)
         self.register_buffer("action_scale", (high - low) / 2)
 
@@ -118,9 +117,8 @@ class Agent(nn.Module):
 
     def policy(self, x: Tensor, fixed_std: bool = False) -> Independent:
         """π(·|s) for normalised x (..., obs_dim), a Gaussian where the action range is [−1, 1]."""
-        output = self.actor(x)
-        log_std = self.log_std.detach() if fixed_std else self.log_std
-        normal = Normal(output, log_std.exp().expand_as(output))
+        mean, log_std = self.actor(x), self.log_std.detach() if fixed_std else self.log_std
+        normal = Normal(mean, log_std.exp().expand_as(mean))
         return Independent(normal, 1)  # log π(a|s): the sum over dimensions
 
     def value(self, x: Tensor) -> Tensor:  # (..., obs_dim) -> (...)
@@ -193,18 +191,16 @@ def ppo_loss(agent: Agent, batch: dict[str, Tensor], args: Args) -> tuple[Tensor
         "value": 0.5 * (agent.value(batch["obs"]) - batch["returns"]).square().mean(),
         "entropy": policy.entropy().mean(),
     }
-    loss = losses["policy"] + 0.5 * losses["value"]
     with torch.no_grad():
         ratio = log_ratio.exp()
         losses["approx_kl"] = (ratio - 1 - log_ratio).mean()  # estimate of KL(π_old‖π), ≥ 0
         losses["clip_fraction"] = ((ratio - 1).abs() > args.clip).float().mean()
-    return loss, losses
+    return losses["policy"] + 0.5 * losses["value"], losses
 
 
 @torch.no_grad()
 def recall(agent: Agent, memory: ReplayBuffer, args: Args) -> dict[str, Tensor]:
-    """Transitions of the memory and their λ-returns by the present critic, (T·W, ...)."""
-    # A quarter of the memory, W windows of T steps: V of all would take as long as the epochs.
+    """W windows of T steps, a quarter of the memory; returns by the present critic, (T·W, ...)."""
     windows = memory.windows(max(1, args.hterm_memory * args.num_envs // 4), args.num_steps)
     obs = agent.normalizer(windows["obs"])  # (T, W, obs_dim)
     value, next_value = agent.value(obs), agent.value(agent.normalizer(windows["next_obs"]))
@@ -214,22 +210,36 @@ def recall(agent: Agent, memory: ReplayBuffer, args: Args) -> dict[str, Tensor]:
     return {name: tensor.flatten(0, 1) for name, tensor in past.items()}
 
 
-def hamiltonian_term(agent: Agent, past: dict[str, Tensor], args: Args) -> Tensor:
+def hamiltonian_term(agent: Agent, past: dict[str, Tensor]) -> Tensor:
     """− E[ w/w̄ σ̄² log π(a|s) ] + 0.05 E[ (R − V(s))² ],  w = min(exp Â, 3)"""
     advantage = past["returns"] - agent.value(past["obs"])
     std, mean = std_mean_over_learners(advantage.detach())
     weight = ((advantage.detach() - mean) / (std + 1e-8)).exp().clamp(max=3)
     weight = weight / mean_over_learners(weight.mean())
     policy = agent.policy(past["obs"], fixed_std=True)  # only the mean learns
-    log_prob = policy.log_prob(past["action"]) + policy.entropy().detach()
+    log_prob = policy.log_prob(past["action"]) + policy.entropy()
     likelihood = (weight * policy.variance.mean() * log_prob.clamp(min=-20)).mean()
     return 0.05 * advantage.square().mean() - likelihood
 
 
-def update(agent: Agent, optimizer, rollout, memory, ppo_loss, hamiltonian_term, coef, args: Args):
+def gradient_step(agent: Agent, optimizer, batch: dict, past: dict | None, args: Args) -> dict:
+    """One step on a minibatch and, if there is one, on another of the memory -> what to log."""
+    loss, losses = ppo_loss(agent, batch, args)
+    if past is not None:
+        losses["hamiltonian"] = hamiltonian_term(agent, past)
+        loss = loss + agent.hterm_coef * losses["hamiltonian"]
+    optimizer.zero_grad()
+    loss.backward()
+    average_gradients(agent)
+    losses["grad_norm"] = nn.utils.clip_grad_norm_(agent.parameters(), 0.5)
+    optimizer.step()
+    return losses
+
+
+def update(agent: Agent, optimizer, rollout, memory, learn, args: Args) -> dict[str, Tensor]:
     """Some epochs of minibatch gradient steps -> mean of each logged quantity."""
     batch = prepare(agent, rollout, args)
-    if coef > 0:
+    if args.hterm_coef > 0:
         memory.add(rollout)
         past, half = recall(agent, memory, args), max(2, args.minibatch_size // 2)
     size, device = len(batch["obs"]), batch["obs"].device
@@ -238,22 +248,16 @@ def update(agent: Agent, optimizer, rollout, memory, ppo_loss, hamiltonian_term,
         for index in torch.randperm(size, device=device).split(args.minibatch_size):
             if len(index) < 2:  # a single advantage cannot be normalised
                 continue
-            loss, losses = ppo_loss(agent, {name: x[index] for name, x in batch.items()}, args)
-            if coef > 0:
+            minibatch, past_minibatch = {name: x[index] for name, x in batch.items()}, None
+            if args.hterm_coef > 0:
                 drawn = torch.randint(len(past["obs"]), (half,), device=device)
-                term = hamiltonian_term(agent, {name: x[drawn] for name, x in past.items()}, args)
-                loss = loss + coef * term
-                losses["hamiltonian"] = term
-            optimizer.zero_grad()
-            loss.backward()
-            average_gradients(agent)
-            norm = nn.utils.clip_grad_norm_(agent.parameters(), 0.5)
-            optimizer.step()
-            logged.append({name: x.detach() for name, x in losses.items()} | {"grad_norm": norm})
+                past_minibatch = {name: x[drawn] for name, x in past.items()}
+            losses = learn(agent, optimizer, minibatch, past_minibatch, args)
+            logged.append(torch.stack([*losses.values()]).detach())
         if args.target_kl > 0:
-            adapt_learning_rate(optimizer, mean_over_learners(logged[-1]["approx_kl"]), args)
+            adapt_learning_rate(optimizer, mean_over_learners(losses["approx_kl"]), args)
     agent.normalizer.update(rollout["obs"])  # last, so that all of the above saw one normaliser
-    return {name: torch.stack([x[name] for x in logged]).mean() for name in logged[0]}
+    return dict(zip(losses, torch.stack(logged).mean(0), strict=True))
 
 
 def adapt_learning_rate(optimizer, kl: Tensor, args: Args) -> None:
@@ -271,7 +275,7 @@ def train(args: Args) -> Result:
     workers = Workers(run, collect, "bounded")
     agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
     optimizer = torch.optim.Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True)
-    loss_functions = run.compile(ppo_loss, hamiltonian_term)
+    learn = run.compile(gradient_step)  # one graph, where --compile says so
     capacity = args.hterm_memory * args.num_steps * args.num_envs * run.world_size
     memory = ReplayBuffer(run, workers.start(agent, args.num_steps), capacity, "--hterm-memory")
     step = run.start(agent=agent, optimizer=optimizer, workers=workers, memory=memory)
@@ -282,8 +286,8 @@ def train(args: Args) -> Result:
             optimizer.param_groups[0]["lr"] = args.learning_rate * remaining
         rollout = workers.collect()
         step += args.num_steps * args.num_envs * run.world_size
-        coef = args.hterm_coef * remaining
-        losses = update(agent, optimizer, rollout, memory, *loss_functions, coef, args)
+        agent.hterm_coef.fill_(args.hterm_coef * remaining)
+        losses = update(agent, optimizer, rollout, memory, learn, args)
 
         run.log_episodes(step, rollout)
         run.log(step, losses, learning_rate=optimizer.param_groups[0]["lr"])

@@ -159,22 +159,29 @@ def q_loss(agent: Agent, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     return 0.5 * (q - batch["returns"]).square().mean(), q.detach()
 
 
-def update(agent: Agent, optimizer, rollout, q_loss, args: Args) -> dict[str, Tensor]:
+def gradient_step(agent: Agent, optimizer, batch: dict[str, Tensor], args: Args) -> dict:
+    """One step on a minibatch -> what to log."""
+    loss, q = q_loss(agent, batch)
+    optimizer.zero_grad()
+    loss.backward()
+    average_gradients(agent.q_network)
+    norm = nn.utils.clip_grad_norm_(agent.q_network.parameters(), args.max_grad_norm)
+    optimizer.step()
+    return {"q": loss, "q_value": q.mean(), "grad_norm": norm}
+
+
+def update(agent: Agent, optimizer, rollout, learn, args: Args) -> dict[str, Tensor]:
     """Some epochs of minibatch gradient steps -> mean of each logged quantity."""
     batch = prepare(agent, rollout, args)
     size, device = len(batch["obs"]), batch["obs"].device
     logged = []
     for _ in range(args.epochs):
         for index in torch.randperm(size, device=device).split(args.minibatch_size):
-            loss, q = q_loss(agent, {name: x[index] for name, x in batch.items()})
-            optimizer.zero_grad()
-            loss.backward()
-            average_gradients(agent.q_network)
-            norm = nn.utils.clip_grad_norm_(agent.q_network.parameters(), args.max_grad_norm)
-            optimizer.step()
-            logged.append({"q": loss.detach(), "q_value": q.mean(), "grad_norm": norm})
+            minibatch = {name: x[index] for name, x in batch.items()}
+            losses = learn(agent, optimizer, minibatch, args)
+            logged.append(torch.stack([*losses.values()]).detach())
     agent.normalizer.update(rollout["obs"])  # last, so that all of the above saw one normaliser
-    return {name: torch.stack([x[name] for x in logged]).mean() for name in logged[0]}
+    return dict(zip(losses, torch.stack(logged).mean(0), strict=True))
 
 
 def train(args: Args) -> Result:
@@ -183,7 +190,7 @@ def train(args: Args) -> Result:
     workers = Workers(run, collect, "discrete")
     agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
     optimizer = torch.optim.RAdam(agent.q_network.parameters(), args.learning_rate, eps=1e-5)
-    loss_function = run.compile(q_loss)
+    learn = run.compile(gradient_step)  # one graph, where --compile says so
     workers.start(agent, args.num_steps)
     step = run.start(agent=agent, optimizer=optimizer, workers=workers)
 
@@ -192,7 +199,7 @@ def train(args: Args) -> Result:
         optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - step / args.total_steps)
         rollout = workers.collect()
         step += args.num_steps * args.num_envs * run.world_size
-        losses = update(agent, optimizer, rollout, loss_function, args)
+        losses = update(agent, optimizer, rollout, learn, args)
 
         run.log_episodes(step, rollout)
         run.log(step, losses)

@@ -250,7 +250,7 @@ def train(args: Args) -> Result:
     target.normalizer = agent.normalizer  # both see the same observations
     target.state_normalizer = agent.state_normalizer
     optimizer = torch.optim.Adam(agent.parameters(), args.learning_rate, fused=True)
-    learn = run.capture(update)  # one graph, where --compile says so
+    learn = run.compile(update)  # one graph, where --compile says so
     agents, state = (workers.envs.num_agents,), (workers.envs.state_dim,)
     rollout = workers.start(
         agent, args.num_steps, alive=agents, next_alive=agents, state=state, next_state=state

@@ -257,7 +257,7 @@ def train(args: Args) -> Result:
     actor_parameters = [*agent.actor.parameters(), agent.log_temperature]
     actor_optimizer = torch.optim.Adam(actor_parameters, args.learning_rate, fused=True)
     optimizers = critic_optimizer, actor_optimizer
-    learn = run.capture(update, args.policy_delay)  # one graph, where --compile says so
+    learn = run.compile(update, args.policy_delay)  # one graph, where --compile says so
     replay = ReplayBuffer(run, workers.start(agent, args.num_steps), args.buffer_size)
     step = run.start(
         agent=agent, target=target, critic_optimizer=critic_optimizer,

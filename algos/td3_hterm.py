@@ -128,6 +128,7 @@ class Agent(nn.Module):
         self.register_buffer("action_center", (high + low) / 2)
         self.register_buffer("action_scale", (high - low) / 2)
         self.register_buffer("mean_square_g", torch.ones(()))  # of g, running
+        self.register_buffer("hterm_coef", torch.tensor(0.0), persistent=False)  # λ_H
 
     def forward(self, obs: Tensor) -> Tensor:
         return self.to_env(self.actor(obs))
@@ -208,11 +209,9 @@ def soft_update(target: nn.Module, network: nn.Module, tau: float) -> None:
         theirs.lerp_(ours, tau)
 
 
-def update(agent, target, optimizers, loss_functions, batch, number, windows, coef, args: Args):
+def update(agent: Agent, target, optimizers, batch, number, windows, args: Args):
     """Step `number` of critics, perhaps of actor and targets -> what to log."""
     critic_optimizer, actor_optimizer = optimizers
-    critic_loss, actor_loss, hamiltonian_term = loss_functions  # those above, perhaps compiled
-
     q_loss, _ = critic_loss(agent, target, batch)
     critic_optimizer.zero_grad()
     q_loss.backward()
@@ -221,27 +220,28 @@ def update(agent, target, optimizers, loss_functions, batch, number, windows, co
     if number % args.policy_delay != args.policy_delay - 1:
         return {"critic": q_loss}  # actor and target networks wait
 
-    agent.critics.requires_grad_(False)  # the actor's loss passes through them to the action
     policy_loss = actor_loss(agent, batch)
     scale = 1.0
     if windows is not None:  # in units of Q, λ means about the same in every environment
         q, _ = agent.critics(batch["obs"], batch["action"])
         scale = mean_over_learners(q.abs().mean()).clamp(min=1e-6)
     actor_optimizer.zero_grad()
-    (policy_loss / scale).backward()
+    loss = policy_loss / scale
+    loss.backward(inputs=actor_optimizer.param_groups[0]["params"])  # not the critics'
     average_gradients(agent.actor)
     losses = {"critic": q_loss, "actor": policy_loss}
     if windows is not None:
         hterm, sample_size = hamiltonian_term(agent, target, windows, args)
         base = [parameter.grad for parameter in agent.actor.parameters()]  # ∇L without the term
         agent.actor.zero_grad()
-        (coef * hterm).backward()  # and then λ ‖∇L_H‖ ≤ ¼ ‖∇L‖
+        (agent.hterm_coef * hterm).backward()
         average_gradients(agent.actor)
-        nn.utils.clip_grad_norm_(agent.actor.parameters(), 0.25 * nn.utils.get_total_norm(base))
-        torch._foreach_add_([parameter.grad for parameter in agent.actor.parameters()], base)
+        norm = nn.utils.get_total_norm([parameter.grad for parameter in agent.actor.parameters()])
+        most = 0.25 * nn.utils.get_total_norm(base)  # λ ‖∇L_H‖ ≤ ¼ ‖∇L‖
+        for parameter, gradient in zip(agent.actor.parameters(), base, strict=True):
+            parameter.grad = gradient + (most / (norm + 1e-6)).clamp(max=1) * parameter.grad
         losses |= {"hamiltonian": hterm, "effective_sample_size": sample_size}
     actor_optimizer.step()
-    agent.critics.requires_grad_(True)
 
     soft_update(target, agent, args.tau)
     return losses
@@ -256,7 +256,7 @@ def train(args: Args) -> Result:
     critic_optimizer = torch.optim.Adam(agent.critics.parameters(), args.learning_rate, fused=True)
     actor_optimizer = torch.optim.Adam(agent.actor.parameters(), args.learning_rate, fused=True)
     optimizers = critic_optimizer, actor_optimizer
-    functions = run.compile(critic_loss, actor_loss, hamiltonian_term)
+    learn = run.compile(update, args.policy_delay)  # one graph, where --compile says so
     extra = {"raw_action": workers.action_space.shape, "log_prob": ()}
     replay = ReplayBuffer(run, workers.start(agent, 1, **extra), args.buffer_size)
     step = run.start(
@@ -272,14 +272,13 @@ def train(args: Args) -> Result:
         replay.add(rollout)
         before, step = step, step + args.num_envs * run.world_size
         if step >= args.warmup_steps and len(replay) >= min(args.warmup_steps, args.buffer_size):
-            coef = args.hterm_coef * (1 - before / args.total_steps)
+            agent.hterm_coef.fill_(args.hterm_coef * (1 - before / args.total_steps))
             for number in range(int(before * args.utd_ratio), int(step * args.utd_ratio)):
                 batch = replay.sample(args.batch_size)
                 due = number % args.policy_delay == args.policy_delay - 1
-                windows = replay.windows(*shape, args.hterm_newest) if due and coef > 0 else None
-                losses |= update(  # the actor's loss is not in every one
-                    agent, target, optimizers, functions, batch, number, windows, coef, args
-                )
+                due &= args.hterm_coef > 0
+                windows = replay.windows(*shape, args.hterm_newest) if due else None
+                losses |= learn(agent, target, optimizers, batch, number, windows, args)
 
         run.log_episodes(step, rollout)
         if step // args.log_every > before // args.log_every:

@@ -228,7 +228,7 @@ def train(args: Args) -> Result:
     target = copy.deepcopy(agent).requires_grad_(False)
     target.normalizer = agent.normalizer  # both see the same observations
     optimizer = torch.optim.Adam(agent.parameters(), args.learning_rate, fused=True)
-    learn = run.capture(update)  # one graph, where --compile says so
+    learn = run.compile(update)  # one graph, where --compile says so
     agents = (workers.envs.num_agents,)
     rollout = workers.start(agent, args.num_steps, alive=agents, next_alive=agents)
     replay = ReplayBuffer(run, rollout, args.buffer_size)

@@ -16,11 +16,11 @@ from algos import ppo_hterm
 from algos.worker_learner import parse
 
 
-def uniform_term(agent: ppo_hterm.Agent, past: dict[str, Tensor], args: ppo_hterm.Args) -> Tensor:
+def uniform_term(agent: ppo_hterm.Agent, past: dict[str, Tensor]) -> Tensor:
     """− E[ σ̄² log π(a|s) ] + 0.05 E[ (R − V(s))² ]: `hamiltonian_term` with w = 1"""
     advantage = past["returns"] - agent.value(past["obs"])
     policy = agent.policy(past["obs"], fixed_std=True)
-    log_prob = policy.log_prob(past["action"]) + policy.entropy().detach()
+    log_prob = policy.log_prob(past["action"]) + policy.entropy()
     likelihood = (policy.variance.mean() * log_prob.clamp(min=-20)).mean()
     return 0.05 * advantage.square().mean() - likelihood
 

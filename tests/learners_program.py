@@ -128,12 +128,8 @@ def make_batch(random, seed, axis, lead, shapes: dict, action: gymnasium.Space, 
 
 
 def call(module, **given) -> None:
-    """The script's own `update`, with what it asks for by name, and its losses."""
-    losses = ("critic_loss", "ppo_loss", "actor_loss", "hamiltonian_term")
-    for name in inspect.signature(module.update).parameters:
-        if name.endswith(("_loss", "_term")):
-            given[name] = getattr(module, name)
-    given["loss_functions"] = [getattr(module, name) for name in losses if hasattr(module, name)]
+    """The script's own `update`, with what it asks for by name."""
+    given["learn"] = getattr(module, "gradient_step", None)
     wanted = inspect.signature(module.update).parameters
     module.update(**{name: given[name] for name in wanted})
 
@@ -176,6 +172,8 @@ def on_policy(case: str) -> dict[str, Tensor]:
         shapes |= {"state": state, "next_state": state, "alive": agents}
     else:
         agent = module.Agent(OBS, action, args)
+    if name == "ppo_hterm":
+        agent.hterm_coef.fill_(0.35)
     optimizer = torch.optim.Adam(agent.parameters(), 1e-3, eps=1e-5, fused=True)
     with Randomness() as random:
         for number in range(UPDATES if name == "a2c" else 1):
@@ -186,7 +184,7 @@ def on_policy(case: str) -> dict[str, Tensor]:
             memory = SimpleNamespace(add=lambda x: None, windows=lambda *x, past=past: past)
             call(
                 module, agent=agent, optimizer=optimizer, rollout=rollout, memory=memory,
-                coef=0.35, args=args,
+                args=args,
             )  # fmt: skip
     return result(agent, optimizer)
 
@@ -242,10 +240,10 @@ def off_policy(case: str) -> dict[str, Tensor]:
                 over = windows["done"].cumsum(0) - windows["done"].long()
                 windows["mask"] = (over == 0).float()
                 windows["discount"] = args.gamma ** torch.arange(len(over)).unsqueeze(1)
-            coef = 1e-2 if number % 4 else 1e2  # now as it is, now limited
+                agent.hterm_coef.fill_(1e-2 if number % 4 else 1e2)  # now as it is, now limited
             call(
                 module, agent=agent, target=target, optimizer=optimizer, optimizers=optimizers,
-                batch=batch, windows=windows, coef=coef, number=number, args=args,
+                batch=batch, windows=windows, number=number, due=number % 2 == 0, args=args,
             )  # fmt: skip
     return result(agent, optimizers[0] if optimizers else optimizer, target)
 

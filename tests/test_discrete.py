@@ -563,10 +563,14 @@ def test_what_train_does_with_the_target_and_the_buffer(script, tmp_path, monkey
     assert same(errors, told)
 
 
-def test_weights_that_are_no_numbers_are_not_saved(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("script", "said"), [(dqn, "q_network.*100:"), (sac_discrete, "actor.*32:")]
+)
+def test_weights_that_are_no_numbers_are_not_saved(script, said, tmp_path, monkeypatch):
+    """SAC's policy cannot even act by them, at the next step; DQN's is any action."""
     monkeypatch.setattr(worker_learner.run, "Evaluator", NoEvaluator)
-    with pytest.raises(UserError, match=r"q_network.* has NaN or infinity at step 100"):
-        dqn.train(dqn.Args(
+    with pytest.raises(UserError, match=said.replace("*", "* has NaN or infinity at step ")):
+        script.train(script.Args(
             env="CartPole", num_envs=1, total_steps=300, warmup_steps=30, hidden_size=8,
             learning_rate=1e30, checkpoint_every=100, compile="none", device="cpu",
             run_dir=str(tmp_path / "run"),

@@ -7,6 +7,7 @@ as operations: what a script does is the same code, only an environment's step i
 import contextlib
 import functools
 import importlib
+import sys
 
 import pytest
 import torch
@@ -98,11 +99,6 @@ def train_guarded(script: str, env: str, device: str, folder, monkeypatch) -> se
     else:  # torch asks whether a deviation is negative
         independent = torch.distributions.Independent
         monkeypatch.setattr(independent, "sample", guard.allow(independent.sample))
-    if (
-        device == "cuda" and "_hterm" in script
-    ):  # the chain's norm is a float for torch: one question an update
-        allowed = guard.allow(torch.nn.utils.clip_grad_norm_)
-        monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", allowed)
     start, finish = run_class.start, run_class.finish
 
     def start_guarded(*arguments, **named):
@@ -219,7 +215,7 @@ def train_recorded(script: str, env: str, folder, monkeypatch, how: str) -> dict
     return torch.load(folder / "checkpoint.pt", weights_only=True)["agent"]
 
 
-@pytest.mark.parametrize(("script", "env"), RUNS)
+@pytest.mark.parametrize(("script", "env"), [run for run in RUNS if run[0] != "a2c"])
 def test_a_graph_computes_what_it_recorded(script, env, tmp_path, monkeypatch):
     """Nothing that a number of Python decides, and no memory that another takes the place of."""
     if not torch.cuda.is_available():
@@ -228,6 +224,9 @@ def test_a_graph_computes_what_it_recorded(script, env, tmp_path, monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: Recorder.active > 0)
         for name in ("Stream", "set_stream", "current_stream"):
             monkeypatch.setattr(torch.cuda, name, lambda *stream: None)
+        name = "_get_capturable_supported_devices"  # by torch's rule of GPUs alone
+        place = sys.modules[torch.optim.RAdam.__module__]
+        monkeypatch.setattr(place, name, lambda **options: ["cpu"])
     monkeypatch.setattr(Recorder, "made", [])
 
     def rates_of_32_bits(run, update, period=1):
@@ -239,8 +238,7 @@ def test_a_graph_computes_what_it_recorded(script, env, tmp_path, monkeypatch):
 
     ours = train_recorded(script, env, tmp_path / "graphs", monkeypatch, "graphs")
     assert sum(graph.replays for graph in Recorder.made) > 2 or torch.cuda.is_available()
-    monkeypatch.setattr(worker_learner.Run, "capture", rates_of_32_bits)
+    monkeypatch.setattr(worker_learner.Run, "compile", rates_of_32_bits)
     theirs = train_recorded(script, env, tmp_path / "none", monkeypatch, "none")
-    # A loss times a number: its gradients are times it. xqc.py adds in any order on a GPU.
-    close = 1e-4 if "_hterm" in script or script == "xqc" else 0
+    close = 1e-4 if script == "xqc" else 0  # on a GPU it adds in any order
     torch.testing.assert_close(ours, theirs, rtol=close, atol=close)

@@ -158,7 +158,7 @@ def random_past(size=64):
 
 
 def test_the_term_against_numpy():
-    agent, args = make_agent()
+    agent, _ = make_agent()
     agent.log_std.data = torch.tensor([-1.5, 0.3])
     past = random_past()
     x, action = past["obs"], past["action"].numpy()
@@ -173,7 +173,7 @@ def test_the_term_against_numpy():
     assert weight.max() > 3 > weight.min()
     weight = np.minimum(weight, 3) / np.minimum(weight, 3).mean()
     expected = -(weight * (std**2).mean() * log_prob).mean() + 0.05 * (advantage**2).mean()
-    term = ppo_hterm.hamiltonian_term(agent, past, args)
+    term = ppo_hterm.hamiltonian_term(agent, past)
     np.testing.assert_allclose(term.item(), expected, rtol=1e-5)
     gradient(agent, term)
     assert agent.log_std.grad is None  # the mean only
@@ -184,7 +184,7 @@ def test_the_term_against_numpy():
 
 def test_where_all_sigmas_are_alike_the_mean_learns_by_weighted_regression():
     """½ w ‖a − μ_θ(s)‖², whatever σ is."""
-    agent, args = make_agent()
+    agent, _ = make_agent()
     agent.log_std.data.fill_(0.7)
     past = random_past()
     advantage = (past["returns"] - agent.value(past["obs"])).detach()
@@ -192,19 +192,19 @@ def test_where_all_sigmas_are_alike_the_mean_learns_by_weighted_regression():
     error = (past["action"] - agent.actor(past["obs"])).square().sum(1)
     gradient(agent, 0.5 * (weight / weight.mean() * error).mean())
     expected = [p.grad.clone() for p in agent.actor.parameters()]
-    gradient(agent, ppo_hterm.hamiltonian_term(agent, past, args))
+    gradient(agent, ppo_hterm.hamiltonian_term(agent, past))
     torch.testing.assert_close([p.grad for p in agent.actor.parameters()], expected)
 
 
 def test_the_control_is_the_term_of_steps_that_are_all_alike():
     """Where every advantage is 0, all weights are 1."""
-    agent, args = make_agent()
+    agent, _ = make_agent()
     past = random_past()
     with torch.no_grad():
         alike = past | {"returns": agent.value(past["obs"])}
-    terms = [f(agent, alike, args) for f in (uniform_term, ppo_hterm.hamiltonian_term)]
+    terms = [f(agent, alike) for f in (uniform_term, ppo_hterm.hamiltonian_term)]
     torch.testing.assert_close(*terms)
-    assert uniform_term(agent, past, args) != ppo_hterm.hamiltonian_term(agent, past, args)
+    assert uniform_term(agent, past) != ppo_hterm.hamiltonian_term(agent, past)
 
 
 def test_an_update_is_one_step_along_the_sum_of_both_losses():
@@ -213,24 +213,20 @@ def test_an_update_is_one_step_along_the_sum_of_both_losses():
     agent, args = make_agent(**options)
     rollout, given = random_rollout(args), {}
 
-    def term(*inputs):
-        given["past"] = inputs[1]
+    def learn(agent, optimizer, batch, past, args):
+        given.update(batch=batch, past=past)
         assert len(memory) == 20 and torch.equal(memory.data["reward"][:4], rollout["reward"])
-        return ppo_hterm.hamiltonian_term(*inputs)
-
-    def loss(*inputs):
-        given["batch"] = inputs[1]
-        return ppo_hterm.ppo_loss(*inputs)
+        return ppo_hterm.gradient_step(agent, optimizer, batch, past, args)
 
     memory = make_memory(rollout, args)
     optimizer = torch.optim.SGD(agent.parameters(), 0.0)
-    coef = 0.8 * args.hterm_coef
-    logged = ppo_hterm.update(agent, optimizer, rollout, memory, loss, term, coef, args)
+    agent.hterm_coef.fill_(0.8 * args.hterm_coef)
+    logged = ppo_hterm.update(agent, optimizer, rollout, memory, learn, args)
     found = [p.grad.clone() for p in agent.parameters()]
     agent.normalizer.count.zero_()
     base = ppo_hterm.ppo_loss(agent, given["batch"], args)[0]
     base = torch.autograd.grad(base, list(agent.parameters()))
-    added = ppo_hterm.hamiltonian_term(agent, given["past"], args)
+    added = ppo_hterm.hamiltonian_term(agent, given["past"])
     assert logged["hamiltonian"].item() == pytest.approx(added.item())
     added = torch.autograd.grad(added, list(agent.parameters()), materialize_grads=True)
     both = [x + 0.5 * 0.8 * y for x, y in zip(base, added, strict=True)]
@@ -255,7 +251,9 @@ def test_settings_are_ppos():
 def test_the_weight_of_the_term_falls_to_zero(tmp_path, monkeypatch):
     update, seen = ppo_hterm.update, []
     monkeypatch.setattr(
-        ppo_hterm, "update", lambda *inputs: seen.append(inputs[-2]) or update(*inputs)
+        ppo_hterm,
+        "update",
+        lambda *inputs: seen.append(inputs[0].hterm_coef.item()) or update(*inputs),
     )
     ppo_hterm.train(ppo_hterm.Args(**TINY | {"total_steps": 1024, "run_dir": str(tmp_path)}))
     np.testing.assert_allclose(seen, ppo_hterm.Args.hterm_coef * (1 - np.arange(16) / 16))

@@ -182,12 +182,12 @@ def test_an_update_is_epochs_of_steps_on_the_whole_rollout():
     agent, args = make_agent(epochs=3)
     rollout, steps = random_rollout(), []
 
-    def loss(agent, batch, args):
+    def learn(agent, optimizer, batch, args):
         steps.append((len(batch["obs"]), agent.normalizer.count.item()))
-        return mappo.mappo_loss(agent, batch, args)
+        return mappo.gradient_step(agent, optimizer, batch, args)
 
     optimizer = torch.optim.SGD(agent.parameters(), 0.1)
-    logged = mappo.update(agent, optimizer, rollout, loss, args)
+    logged = mappo.update(agent, optimizer, rollout, learn, args)
     assert steps == [(10, 0)] * 3 and all(x.isfinite() for x in logged.values())
     seen = rollout["obs"].flatten(0, 1).flatten(1), rollout["state"].flatten(0, 1)
     for normalizer, x in zip((agent.normalizer, agent.state_normalizer), seen, strict=True):

@@ -323,7 +323,6 @@ def update_of(script, coef, windows=None, values=True):
     term = torch.zeros_like(base)
     if windows is not None:
         term = actor_gradient(other, script.hamiltonian_term(other, target, windows, args)[0])
-    losses = script.critic_loss, script.actor_loss, script.hamiltonian_term
     parameters = list(agent.actor.parameters())
     if script is sac_hterm:
         parameters.append(agent.log_temperature)
@@ -332,7 +331,8 @@ def update_of(script, coef, windows=None, values=True):
     ]
     number = (args.policy_delay - 1,) if script is td3_hterm else ()
     torch.manual_seed(7)
-    script.update(agent, target, optimizers, losses, batch, *number, windows, coef, args)
+    agent.hterm_coef.fill_(coef)
+    script.update(agent, target, optimizers, batch, *number, windows, args)
     if script is sac_hterm:
         assert torch.equal(agent.log_temperature.grad, temperature) and temperature != 0
     return torch.cat([x.grad.flatten() for x in agent.actor.parameters()]), base, term
@@ -548,8 +548,8 @@ def test_what_train_hands_on(script, tmp_path, monkeypatch):
             return super().windows(*given)
 
     def update(*given, original=script.update):
-        coefs.append(given[-2])
-        assert given[-3] is not None or script is td3_hterm
+        coefs.append(given[0].hterm_coef.item())
+        assert given[-2] is not None or script is td3_hterm
         return original(*given)
 
     monkeypatch.setattr(script, "ReplayBuffer", Spy)
@@ -557,7 +557,7 @@ def test_what_train_hands_on(script, tmp_path, monkeypatch):
     run_of(script, tmp_path / "run", total_steps=100, hterm_newest=20)
     assert len(coefs) == 42 and asked == [(4, 8, 20)] * (21 if script is td3_hterm else 42)
     assert coefs == sorted(coefs, reverse=True)
-    assert abs(coefs[0] / 0.125 - 0.42) < 1e-9 and abs(coefs[-1] / 0.125 - 0.02) < 1e-9
+    assert coefs[0] / 0.125 == pytest.approx(0.42) and coefs[-1] / 0.125 == pytest.approx(0.02)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -29,10 +29,11 @@ RUNS += [(script, "Spread") for script in MULTI_AGENT]
 # other that both have must be the same text
 PAIRS = {
     ("a2c", "ppo"): (95, {"Args", "policy_loss", "prepare", "update", "train"}),
-    ("ppo", "ppo_hterm"): (120, {"Args", "Agent", "ppo_loss", "update", "train"}),
+    ("ppo", "ppo_hterm"): (120, {"Args", "Agent", "ppo_loss", "gradient_step", "update", "train"}),
     ("ppo", "mappo"): (
         182,
-        {"Args", "Agent", "collect", "gae", "prepare", "policy_loss", "update", "train"},
+        {"Args", "Agent", "collect", "gae", "prepare", "policy_loss", "gradient_step"}
+        | {"update", "train"},
     ),
     ("dqn", "pqn"): (108, {"Args", "mlp", "q_loss", "update", "train"}),
     ("dqn", "d3qn"): (50, {"Args", "Agent", "collect", "q_loss", "train"}),
@@ -106,7 +107,7 @@ def test_a_script_is_short_and_mostly_algorithm(script, lines):
 
 
 def test_the_helper_is_short():
-    for package, most in (("worker_learner", 2180), ("populations", 900)):  # the aim: 1100
+    for package, most in (("worker_learner", 2135), ("populations", 900)):  # the aim: 1100
         files = (ALGOS / package).glob("*.py")
         lengths = {path.name: len(path.read_text().splitlines()) for path in files}
         assert max(lengths.values()) <= 400, lengths

@@ -10,8 +10,7 @@
     rollout = workers.start(agent, args.num_steps)
         starts the processes; `rollout` has tensors (num_steps, num_envs, ...), which are still 0
     replay = ReplayBuffer(run, rollout, args.buffer_size)    # where the algorithm has one
-    learn = run.capture(update)                # the same function, compiled as --compile says;
-        or loss = run.compile(loss), where an update is a loop of many steps
+    learn = run.compile(update)                # the same function, compiled as --compile says
     step = run.start(agent=agent, optimizer=optimizer, workers=workers)
         makes the run folder, or after --resume restores the saved state; starts the evaluator
     while step < args.total_steps:

@@ -9,11 +9,10 @@ import shutil
 import sysconfig
 import timeit
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from algos.worker_learner.arguments import UserError, tell
@@ -21,6 +20,7 @@ from vec_envs.core import available_cores
 
 WIDE = 256  # units of a layer from which on products of matrices take most of an update
 RECHECK_SECONDS = 60  # until it is asked again whether several threads are faster
+OPTIONS = "weight_decay", "amsgrad", "maximize"  # of Adam
 WORTH_COMPILING = 30_000  # gradient steps: twenty seconds of compiling, about a millisecond each
 
 
@@ -28,16 +28,15 @@ def choose_compile(args: Any, device: str, resumed: bool, learners: int = 1) -> 
     """--compile, with `auto` replaced: by `graphs` on a GPU, else `default` in a long run."""
     compiler = any(map(shutil.which, (os.environ.get("CXX", "c++"), "g++", "clang++")))
     compiler &= os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h"))
-    if replay := hasattr(args, "save_replay"):  # then whole updates are compiled
-        compiler &= learners == 1 and torch.__version__ >= "2.13"
+    compiler &= learners == 1 and torch.__version__ >= "2.13"
     possible = {"graphs": device == "cuda" and learners == 1, "default": compiler, "none": True}
     if args.compile == "auto":
         possible["default"] &= gradient_steps(args) >= WORTH_COMPILING
         return next(name for name in possible if possible[name])
     if possible[args.compile]:
         return args.compile
-    needs = {"graphs": "one learner on a GPU", "default": "C++ and Python.h"}[args.compile]
-    needs += ", and here one learner and torch 2.13" * (replay and args.compile == "default")
+    needs = {"default": "one learner, torch 2.13, C++ and Python.h"}
+    needs = needs.get(args.compile, "one learner on a GPU")
     if resumed:  # elsewhere, or with more learners
         tell(f"Not exact: --compile {args.compile} needs {needs}; the run goes on without it.")
         return "none"
@@ -107,55 +106,14 @@ def prepare(args: Any, world_size: int) -> None:
         mallopt(trim_threshold, 256 << 20)
 
 
-class _Known(torch.autograd.Function):
-    """A loss whose gradients are known already: backward() hands them over."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, gradients: list[Tensor], *weights: Tensor) -> Tensor:
-        ctx.gradients = gradients
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx: Any, slope: Tensor) -> tuple:
-        return None, None, *torch._foreach_mul(ctx.gradients, slope)
-
-
-def compiled_loss(function: Callable, args: Any) -> Callable:
-    """A loss function, compiled together with its gradient; what it returns is used as before.
-
-    One graph of both: by itself torch.compile makes two, and what one keeps for the other costs a
-    CPU what is gained. `function` returns the loss, or (loss, more); `more` gets no gradient. The
-    gradients are those of all weights that its modules learn when it is called first.
-    """
-    if hasattr(torch._dynamo.config, "trace_autograd_ops"):  # torch 2.11: no break at the gradient
-        torch._dynamo.config.trace_autograd_ops = True
-    graphs, weights = args.compile == "graphs", []
-
-    def with_gradients(weights: list[Tensor], *inputs: Any) -> tuple:
-        result = function(*inputs)
-        loss, *more = result if isinstance(result, tuple) else (result,)
-        gradients = torch.autograd.grad(loss, list(weights), allow_unused=True)
-        return pytree.tree_map_only(Tensor, Tensor.detach, (loss, more)), gradients
-
-    # On a CPU random numbers are torch's: the compiler draws its own one by one.
-    options = {"fallback_random": args.device == "cpu"}
-    compiled = captured if graphs else partial(torch.compile, options=options)
-    compute = compiled(with_gradients)
-
-    def loss_function(*inputs: Any) -> Any:
-        nonlocal weights
-        if not weights:
-            modules = [x for x in inputs if isinstance(x, nn.Module)]
-            found = dict.fromkeys(x for module in modules for x in module.parameters())
-            weights = [x for x in found if x.requires_grad]
-            weights = nn.ParameterList(weights) if graphs else weights  # in place, as a module
-        (loss, more), gradients = compute(weights, *inputs)
-        more = pytree.tree_map_only(Tensor, torch.clone, more) if graphs else more
-        used = [(w, g) for w, g in zip(weights, gradients, strict=True) if g is not None]
-        loss = _Known.apply(loss, [g for _, g in used], *(w for w, _ in used))
-        return (loss, *more) if more else loss
-
-    return loss_function
+def fits(how: str, state: dict[str, Any]) -> bool:
+    """Whether --compile `how` can take the steps of all optimizers in it."""
+    optimizers = [x for x in state.values() if isinstance(x, torch.optim.Optimizer)]
+    if how == "graphs":  # others ask a rate that is a tensor for its number
+        return all(isinstance(x, torch.optim.Adam | torch.optim.RAdam) for x in optimizers)
+    options = [[x.get(k) for x in adam.param_groups for k in OPTIONS] for adam in optimizers]
+    plain = all(type(x) is torch.optim.Adam for x in optimizers)  # as _Adam is
+    return plain and all(values == [0, False, False] for values in options)
 
 
 class _Adam:
@@ -205,7 +163,7 @@ def compiled(update: Callable, period: int, args: Any) -> Callable:
     def learn(*inputs: Any) -> Any:
         leaves, tree = pytree.tree_flatten(inputs)
         adams = [x for x in leaves if isinstance(x, torch.optim.Adam)]
-        if not all(adam.state for adam in adams):
+        if args.compile == "none" or not all(adam.state for adam in adams):
             return update(*inputs)
         for adam in adams:
             twin = twins[adam] = twins.get(adam) or _Adam(adam)

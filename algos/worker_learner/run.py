@@ -85,6 +85,8 @@ class Run:
         they are all that the future of the run depends on, besides torch's random generators.
         """
         self._state, workers, args = {"agent": agent, **state}, state["workers"], self.args
+        if not engine.fits(args.compile, state):
+            args.compile = "none"
         try:
             self.dir.mkdir(parents=True, exist_ok=True)
             if self.rank == 0:
@@ -124,13 +126,7 @@ class Run:
             self._exit(PAUSED)
         return self.step
 
-    def compile(self, *functions: Callable) -> Any:
-        """Loss functions compiled with their gradients where --compile says so; one, or a tuple."""
-        if self.args.compile in ("default", "graphs"):
-            functions = tuple(engine.compiled_loss(function, self.args) for function in functions)
-        return functions[0] if len(functions) == 1 else functions
-
-    def capture(self, update: Callable, period: int = 1) -> Callable:
+    def compile(self, update: Callable, period: int = 1) -> Callable:
         """`update` as one graph, where --compile says so; the last of `period` is another one."""
         if self.args.compile == "default":
             return engine.compiled(update, period, self.args)
@@ -255,6 +251,12 @@ class Run:
             step = self.step + (place[0] + 1) * self.args.num_envs * self.world_size
             self.fail(f"{name} is {rollout[name][tuple(place)]} at step {step}: training stopped")
 
+    def check_weights(self) -> None:
+        """UserError if there is a NaN or infinity in the agent."""
+        for name, x in self._state["agent"].state_dict().items():
+            if not x.isfinite().all():
+                self.fail(f"{name} has NaN or infinity at step {self.step}: training stopped")
+
     # Pauses, evaluations, signals, what is said.
 
     def _pauses(self) -> bool:
@@ -335,9 +337,7 @@ class Run:
 
     def _save(self) -> bool:
         """Write checkpoint.pt so that at every moment a good one exists, and last.pt beside it."""
-        for name, x in self._state["agent"].state_dict().items():
-            if x.is_floating_point() and not x.isfinite().all():
-                self.fail(f"{name} has NaN or infinity at step {self.step}: training stopped")
+        self.check_weights()
         self._saved_at = time.perf_counter()
         self.seconds = self._saved_at - self._began
         content = {name: thing.state_dict() for name, thing in self._state.items()}

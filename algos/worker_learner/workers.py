@@ -209,7 +209,8 @@ class Workers:
             else:
                 self._collect(self._agent, self.envs, self._rollout)
         except (UserError, ValueError, RuntimeError) as error:
-            self._run.check_rollout(self._rollout)  # of a NaN, perhaps, whose cause is in it
+            self._run.check_weights()  # of a NaN, perhaps, whose cause is here
+            self._run.check_rollout(self._rollout)  # or here
             if isinstance(error, UserError | vec_envs.core.ContractError):
                 self._run.fail(error)
             raise
