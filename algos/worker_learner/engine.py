@@ -21,7 +21,7 @@ from vec_envs.core import available_cores
 WIDE = 256  # units of a layer from which on products of matrices take most of an update
 RECHECK_SECONDS = 60  # until it is asked again whether several threads are faster
 OPTIONS = "weight_decay", "amsgrad", "maximize"  # of Adam
-WORTH_COMPILING = 30_000  # gradient steps: twenty seconds of compiling, about a millisecond each
+WORTH_COMPILING = 15_000  # gradient steps: fifteen seconds of compiling, about a millisecond each
 
 
 def choose_compile(args: Any, device: str, resumed: bool, learners: int = 1) -> str:
