@@ -67,7 +67,7 @@ def choose_threads(args: Any) -> int:
     width = max(getattr(args, name, 0) for name in ("hidden_size", "critic_hidden_size"))
     if args.torch_threads or width < WIDE or cores < 2:
         return args.torch_threads or 1
-    return cores if gain(cores) > 1.4 else 1
+    return cores if any(gain(cores) > 1.4 for _ in range(3)) else 1  # nothing corrects too few
 
 
 def gain(threads: int) -> float:
