@@ -125,7 +125,7 @@ class Agent(nn.Module):
         self.register_buffer("action_center", (high + low) / 2)
         self.register_buffer("action_scale", (high - low) / 2)
         self.register_buffer("mean_square_g", torch.ones(()))  # of g, running
-        self.register_buffer("hterm_coef", torch.tensor(0.0), persistent=False)  # λ_H
+        self.register_buffer("hterm_coef", torch.tensor(0.0), persistent=False)  # λ_H now
 
     def forward(self, obs: Tensor) -> Tensor:
         return self.to_env(self.actor(obs))
@@ -218,7 +218,7 @@ def update(agent: Agent, target, optimizers, batch, windows, args: Args):
     scale = 1.0
     if windows is not None:  # in units of Q, λ means about the same in every environment
         q = agent.critic(batch["obs"], batch["action"])
-        scale = mean_over_learners(q.abs().mean()).clamp(min=1e-6)
+        scale = mean_over_learners(q.abs().mean().detach()).clamp(min=1e-6)
     actor_optimizer.zero_grad()
     loss = policy_loss / scale
     loss.backward(inputs=actor_optimizer.param_groups[0]["params"])  # not the critic's
@@ -231,9 +231,9 @@ def update(agent: Agent, target, optimizers, batch, windows, args: Args):
         (agent.hterm_coef * hterm).backward()
         average_gradients(agent.actor)
         norm = nn.utils.get_total_norm([parameter.grad for parameter in agent.actor.parameters()])
-        most = 0.25 * nn.utils.get_total_norm(base)  # λ ‖∇L_H‖ ≤ ¼ ‖∇L‖
+        shrink = 0.25 * nn.utils.get_total_norm(base) / (norm + 1e-6)  # λ ‖∇L_H‖ ≤ ¼ ‖∇L‖
         for parameter, gradient in zip(agent.actor.parameters(), base, strict=True):
-            parameter.grad = gradient + (most / (norm + 1e-6)).clamp(max=1) * parameter.grad
+            parameter.grad = gradient + shrink.clamp(max=1) * parameter.grad
         losses |= {"hamiltonian": hterm, "effective_sample_size": sample_size}
     actor_optimizer.step()
 

@@ -2,21 +2,21 @@
 
 The rule is that of ElegantRL's ModSAC. With L(Q), the critics' loss, in each of their updates
 
-    if  n ≥ 0:  n ← n − 1  and update actor, temperature    n = 0 at first
-    L̄ ← 0.995 L̄ + 0.005 L(Q)                                L̄ = 1 at first
-    λ = exp( − L̄² )                                         reliability of the critics, in (0, 1]
-    n ← n + 1 / (2 − λ)                                     updates of the policy that are due
+    due = ( n ≥ 0 )                       n = 0 at first
+    L̄ ← 0.995 L̄ + 0.005 L(Q)              L̄ = 1 at first
+    λ = exp( − L̄² )                       reliability of the critics, in (0, 1]
+    n ← n + 1 / (2 − λ)                   updates of the policy that are due
+    if due:  n ← n − 1  and update actor and temperature
 
 so that the policy moves at every update of the critics while their loss is small (λ → 1), and at
 every second while it is large (λ → 0).
 
     python algos/mod_sac.py --env HalfCheetah
 
-What differs from sac.py: `critics_reliability`, and `due`, by which an update waits for the number
-n of the one before it.
+What differs from sac.py: `critics_reliability`, and `due`: `train` asks n before an update.
 What differs from ElegantRL, which compares the ratio n_π / n_Q of the updates since the last
-rollout with 1 / (2 − λ): its L(Q) was half the sum of two smooth L1 losses (here of squares); in
-some of its versions the temperature does not wait.
+rollout with 1 / (2 − λ), by the λ of this update, not of the one before: its L(Q) was half the sum
+of two smooth L1 losses (here of squares); in some of its versions the temperature does not wait.
 L(Q) has the unit of a squared return, so what is "large" depends on the rewards, which this script
 does not scale: the rule adapts where L(Q) comes below about 2; where rewards are so large that it
 never does, λ is 0 and the rule is a constant delay of two.

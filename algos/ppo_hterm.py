@@ -1,7 +1,8 @@
 """PPO with the Hamiltonian term (H-term): ppo.py plus advantage-weighted regression on its past.
 
-Liu & Fang 2020 (NeurIPS workshop) and Liu, Li, Wu, Wang 2023 (ICLR workshop): minus the expected
-K-step return is an energy; the log-probability of remembered trajectories rises. With R from `gae`:
+Liu & Fang 2020, "Quantum Tensor Networks for Variational RL", and Liu, Li, Wu, Wang 2023,
+"Stationary Deep RL with Quantum K-spin Hamiltonian Regularization": minus the expected K-step
+return is an energy; what is remembered becomes more probable. With R from `gae`:
 
     memory   the last M rollouts; each minibatch is joined by a second one, half as large, from them
     L_H(θ) = − E[ w/w̄ σ̄² log π_θ(a|s) ] + 0.05 E[ (R − V_θ(s))² ],   w = min(exp Â, 3)
@@ -13,7 +14,7 @@ L_H is advantage-weighted regression (AWR; Peng 2019, arXiv:1910.00177), akin to
 2018, arXiv:1806.05635). What differs from ppo.py: `recall`, `hamiltonian_term` and where they are
 used; λ_H falls linearly to zero; continuous actions only; c_V, c_H and gradient norm are fixed
 (0.5, 0, 0.5). With λ_H = 0 it is ppo.py, bit for bit. What differs from AWR: PPO's loss is added; w
-is at most 3 (20), divided by its mean; only μ learns; log π + H(π) is at least −20.
+is at most 3 (AWR: 20), divided by its mean; only μ learns; log π + H(π) is at least −20.
 """
 
 from dataclasses import dataclass
@@ -104,8 +105,8 @@ class Agent(nn.Module):
         self.actor = mlp(obs_dim, args.hidden_size, act_dim, last_gain=0.01)
         self.critic = mlp(obs_dim, args.hidden_size, 1, last_gain=1.0)
         self.log_std = nn.Parameter(torch.full((act_dim,), args.initial_log_std))
+        self.register_buffer("hterm_coef", torch.tensor(0.0), persistent=False)  # λ_H now
         low, high = torch.tensor(action_space.low), torch.tensor(action_space.high)
-        self.register_buffer("hterm_coef", torch.tensor(0.0), persistent=False)  # λ_H
         self.register_buffer("action_center", (high + low) / 2)
         self.register_buffer("action_scale", (high - low) / 2)
 
@@ -192,9 +193,8 @@ def ppo_loss(agent: Agent, batch: dict[str, Tensor], args: Args) -> tuple[Tensor
         "entropy": policy.entropy().mean(),
     }
     with torch.no_grad():
-        ratio = log_ratio.exp()
-        losses["approx_kl"] = (ratio - 1 - log_ratio).mean()  # estimate of KL(π_old‖π), ≥ 0
-        losses["clip_fraction"] = ((ratio - 1).abs() > args.clip).float().mean()
+        losses["approx_kl"] = (log_ratio.exp() - 1 - log_ratio).mean()  # of KL(π_old‖π), ≥ 0
+        losses["clip_fraction"] = ((log_ratio.exp() - 1).abs() > args.clip).float().mean()
     return losses["policy"] + 0.5 * losses["value"], losses
 
 
@@ -252,8 +252,8 @@ def update(agent: Agent, optimizer, rollout, memory, learn, args: Args) -> dict[
             if args.hterm_coef > 0:
                 drawn = torch.randint(len(past["obs"]), (half,), device=device)
                 past_minibatch = {name: x[drawn] for name, x in past.items()}
-            losses = learn(agent, optimizer, minibatch, past_minibatch, args)
-            logged.append(torch.stack([*losses.values()]).detach())
+            losses = learn(agent, optimizer, minibatch, past_minibatch, args)  # `gradient_step`
+            logged.append(torch.stack([*losses.values()]).detach())  # a copy
         if args.target_kl > 0:
             adapt_learning_rate(optimizer, mean_over_learners(losses["approx_kl"]), args)
     agent.normalizer.update(rollout["obs"])  # last, so that all of the above saw one normaliser

@@ -138,7 +138,7 @@ class Agent(nn.Module):
         self.register_buffer("action_center", (high + low) / 2)
         self.register_buffer("action_scale", (high - low) / 2)
         self.register_buffer("mean_square_g", torch.ones(()))  # of g, running
-        self.register_buffer("hterm_coef", torch.tensor(0.0), persistent=False)  # λ_H
+        self.register_buffer("hterm_coef", torch.tensor(0.0), persistent=False)  # λ_H now
 
     def forward(self, obs: Tensor) -> Tensor:
         return self.to_env(self.actor(obs))
@@ -243,9 +243,9 @@ def update(agent: Agent, target, optimizers, batch, windows, args: Args):
         (agent.hterm_coef * hterm).backward()
         average_gradients(agent.actor)
         norm = nn.utils.get_total_norm([parameter.grad for parameter in agent.actor.parameters()])
-        most = 0.25 * nn.utils.get_total_norm(base)  # λ ‖∇L_H‖ ≤ ¼ ‖∇L‖
+        shrink = 0.25 * nn.utils.get_total_norm(base) / (norm + 1e-6)  # λ ‖∇L_H‖ ≤ ¼ ‖∇L‖
         for parameter, gradient in zip(agent.actor.parameters(), base, strict=True):
-            parameter.grad = gradient + (most / (norm + 1e-6)).clamp(max=1) * parameter.grad
+            parameter.grad = gradient + shrink.clamp(max=1) * parameter.grad
         losses |= {"hamiltonian": hterm, "effective_sample_size": sample_size}
     actor_optimizer.step()
 

@@ -128,7 +128,7 @@ class Agent(nn.Module):
         self.register_buffer("action_center", (high + low) / 2)
         self.register_buffer("action_scale", (high - low) / 2)
         self.register_buffer("mean_square_g", torch.ones(()))  # of g, running
-        self.register_buffer("hterm_coef", torch.tensor(0.0), persistent=False)  # λ_H
+        self.register_buffer("hterm_coef", torch.tensor(0.0), persistent=False)  # λ_H now
 
     def forward(self, obs: Tensor) -> Tensor:
         return self.to_env(self.actor(obs))
@@ -224,7 +224,7 @@ def update(agent: Agent, target, optimizers, batch, number, windows, args: Args)
     scale = 1.0
     if windows is not None:  # in units of Q, λ means about the same in every environment
         q, _ = agent.critics(batch["obs"], batch["action"])
-        scale = mean_over_learners(q.abs().mean()).clamp(min=1e-6)
+        scale = mean_over_learners(q.abs().mean().detach()).clamp(min=1e-6)
     actor_optimizer.zero_grad()
     loss = policy_loss / scale
     loss.backward(inputs=actor_optimizer.param_groups[0]["params"])  # not the critics'
@@ -237,9 +237,9 @@ def update(agent: Agent, target, optimizers, batch, number, windows, args: Args)
         (agent.hterm_coef * hterm).backward()
         average_gradients(agent.actor)
         norm = nn.utils.get_total_norm([parameter.grad for parameter in agent.actor.parameters()])
-        most = 0.25 * nn.utils.get_total_norm(base)  # λ ‖∇L_H‖ ≤ ¼ ‖∇L‖
+        shrink = 0.25 * nn.utils.get_total_norm(base) / (norm + 1e-6)  # λ ‖∇L_H‖ ≤ ¼ ‖∇L‖
         for parameter, gradient in zip(agent.actor.parameters(), base, strict=True):
-            parameter.grad = gradient + (most / (norm + 1e-6)).clamp(max=1) * parameter.grad
+            parameter.grad = gradient + shrink.clamp(max=1) * parameter.grad
         losses |= {"hamiltonian": hterm, "effective_sample_size": sample_size}
     actor_optimizer.step()
 
@@ -275,9 +275,9 @@ def train(args: Args) -> Result:
             agent.hterm_coef.fill_(args.hterm_coef * (1 - before / args.total_steps))
             for number in range(int(before * args.utd_ratio), int(step * args.utd_ratio)):
                 batch = replay.sample(args.batch_size)
-                due = number % args.policy_delay == args.policy_delay - 1
-                due &= args.hterm_coef > 0
-                windows = replay.windows(*shape, args.hterm_newest) if due else None
+                windows, last = None, args.policy_delay - 1  # the update that moves the actor
+                if args.hterm_coef > 0 and number % args.policy_delay == last:
+                    windows = replay.windows(*shape, args.hterm_newest)
                 losses |= learn(agent, target, optimizers, batch, number, windows, args)
 
         run.log_episodes(step, rollout)

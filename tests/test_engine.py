@@ -75,6 +75,13 @@ def test_which_optimizers_are_compiled():
         assert found == (default, graphs), optimizer
 
 
+def test_what_run_start_refuses_is_not_compiled():
+    """`train` has made it by then."""
+    args = sac.Args(compile="none", device="cpu")
+    for make in (engine.compiled, engine.captured):
+        assert make(lambda x: x, 1, args)("anything") == "anything"
+
+
 @pytest.mark.parametrize(("limit", "most"), [("1", 1), ("", 6), ("3,1", 3), ("64", 6)])
 def test_omp_num_threads_is_a_limit(limit, most, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", limit)

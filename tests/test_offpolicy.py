@@ -292,6 +292,31 @@ def weights(network):
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="its compiler does not read backward()")
+def test_compiled_steps_of_ppo_are_the_same():
+    """With the H-term, whose weight changes; of minibatches of two sizes, and without a memory."""
+    found = []
+    for how in ("default", "none"):
+        args = ppo_hterm.Args(num_envs=1, hidden_size=8)
+        torch.manual_seed(0)
+        agent = ppo_hterm.Agent(OBS, BOX, args)
+        run = SimpleNamespace(args=RunArgs(compile=how, device="cpu"))
+        learn = Run.compile(run, ppo_hterm.gradient_step)
+        optimizer = torch.optim.Adam(agent.parameters(), 0.01, fused=True)
+        logged = []
+        for number, size in enumerate((6, 6, 6, 4, 6)):
+            agent.hterm_coef.fill_(0.5 / (number + 1))
+            obs, action = torch.randn(size, OBS_DIM), torch.randn(size, ACT_DIM)
+            x = torch.randn(size, 3)
+            batch = {"obs": obs, "action": action}
+            batch |= {"log_prob": x[:, 0] - 4, "advantage": x[:, 1], "returns": x[:, 2]}
+            past = batch if number < 4 else None
+            logged.append(learn(agent, optimizer, batch, past, args))
+        found.append((logged, agent.state_dict(), optimizer.state_dict()["state"]))
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="its compiler does not read backward()")
 def test_compiled_updates_are_the_same():
     """Networks, Adam's moments and what is returned, in turns with and without the actor."""
     found, graphs = [], torch._dynamo.utils.counters["stats"]

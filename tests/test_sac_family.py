@@ -216,7 +216,7 @@ def moves(script, numbers_of_updates, **options):
     others = (agent,) if script is crossq else (agent, target)
     for number in numbers_of_updates:
         before = [torch.cat([p.detach().flatten() for p in part.parameters()]) for part in parts]
-        number = agent.policy_due.item() >= 0 if script is mod_sac else number
+        number = agent.policy_due.item() >= 0 if script is mod_sac else number  # as in `train`
         script.update(*others, optimizers, batch, number, args)
         after = [torch.cat([p.detach().flatten() for p in part.parameters()]) for part in parts]
         found.append([not torch.equal(a, b) for a, b in zip(before, after, strict=True)])
@@ -270,6 +270,22 @@ def test_redq_subset_larger_than_the_ensemble(tmp_path):
 
 
 # ModSAC
+
+
+def test_mod_sac_asks_before_an_update_whether_the_policy_is_due(tmp_path, monkeypatch):
+    update, seen = mod_sac.update, []
+
+    def spy(*given):
+        seen.append(given[-2])
+        assert given[-2] == (given[0].policy_due >= 0)
+        return update(*given)
+
+    monkeypatch.setattr(mod_sac, "update", spy)
+    mod_sac.train(mod_sac.Args(
+        env="Pendulum", total_steps=160, warmup_steps=80, hidden_size=8, eval_episodes=1,
+        compile="none", device="cpu", run_dir=str(tmp_path / "run"),
+    ))  # fmt: skip
+    assert 0 < sum(seen) < len(seen)
 
 
 @pytest.mark.parametrize("losses", [[1e-4], [1e4], [0.8], [0.05, 20.0], [20.0, 0.05]])

@@ -53,7 +53,7 @@ def average_gradients(*things: nn.Module | nn.Parameter) -> None:
 
 def mean_over_learners(x: Tensor) -> Tensor:
     """The mean of the learners' x, with a gradient; with one learner, x itself."""
-    return _mean(x) if world_size() > 1 else x
+    return _MeanOverLearners.apply(x) if world_size() > 1 else x
 
 
 class _MeanOverLearners(torch.autograd.Function):
@@ -69,10 +69,6 @@ class _MeanOverLearners(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         return _MeanOverLearners.apply(gradient)
-
-
-def _mean(x: Tensor) -> Tensor:
-    return _MeanOverLearners.apply(x)
 
 
 def var_mean_over_learners(x: Tensor, dim: int | None = None) -> tuple[Tensor, Tensor]:
@@ -117,8 +113,6 @@ def join_learners() -> bool:
     # Adam imports this. Imported later it keeps the process group, whose threads, still there when
     # Python ends, then abort the learner now and then ("terminate called without ...").
     importlib.import_module("torch._dynamo")
-    global _mean
-    _mean = torch.compiler.disable(_mean)  # what learners tell each other is never compiled
     cuda = torch.cuda.is_available() and distributed.is_nccl_available()
     distributed.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", **where)
     return True

@@ -127,10 +127,9 @@ class Run:
         return self.step
 
     def compile(self, update: Callable, period: int = 1) -> Callable:
-        """`update` as one graph, where --compile says so; the last of `period` is another one."""
-        if self.args.compile == "default":
-            return engine.compiled(update, period, self.args)
-        return engine.captured(update, period) if self.args.compile == "graphs" else update
+        """`update`, a graph where --compile says so: what changes from call to call is a tensor."""
+        make = {"default": engine.compiled, "graphs": engine.captured}.get(self.args.compile)
+        return make(update, period, self.args) if make else update
 
     def log(self, step: int, losses: dict[str, Tensor | float], **charts: Tensor | float) -> None:
         """Write losses/… and charts/… to metrics.csv and TensorBoard; UserError at NaN or infinity.
