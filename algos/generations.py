@@ -11,8 +11,8 @@ The copy continues with other random numbers, its hyper-parameters multiplied by
     python algos/generations.py --algo ppo --env Hopper --agents 8
     python algos/generations.py --algo ppo --env Ant --agents 10 --fuse 3 -- --epochs 8
 
-With `--fuse K` an agent is trained K times with different seeds in each period, and networks and
-optimizer moments become the mean of the K runs.
+With `--fuse K` an agent is trained K times with different seeds in each period after the first, and
+networks and optimizer moments become the mean of the K runs.
 
 What differs from the papers:
 - an agent is replaced only if the gap exceeds its error, on episodes that no agent was trained on;
@@ -84,14 +84,15 @@ def begin(population: Population, generation: int, missing: list[int], args: Arg
     """The missing members of a generation: fresh ones, or descendants of those before."""
     before = members_of(population, generation - 1, args)
     if missing and generation > 1 and not any(before):
-        raise UserError(f"all agents of generation {generation - 1} are damaged")
+        why = "are damaged; the same command trains them again"
+        raise UserError(f"all agents of generation {generation - 1} {why}")
     parents = select(before, generation - 1, args) if any(before) else []
     for member in missing:
-        place = {"generation": generation, "member": member, "fuse": args.fuse}
-        if generation == 1:
+        place = {"generation": generation, "member": member}
+        if generation == 1:  # no average of networks that begin differently
             population.fresh(args.algo, **place)
         else:
-            population.child(*parents[member], **place)
+            population.child(*parents[member], **place, fuse=args.fuse)
 
 
 def members_of(population: Population, generation: int, args: Args) -> list[Agent | None]:

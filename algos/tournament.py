@@ -2,7 +2,7 @@
 
 After ElegantRL-Podracer (Liu et al. 2021, arXiv:2112.05923). No agent waits for another:
 
-- the orchestrator keeps as many agents in training as there is room for: with more cores or nodes
+- the orchestrator keeps as many of the --agents in training as there is room for: with more cores
   it starts more, with fewer it stops those with the weakest parents and continues them later;
 - the generator chooses what is trained next when there is room: a fresh agent, of each script in
   turn, or one that continues from where an agent of the leaderboard ended;
@@ -50,7 +50,11 @@ def compete(population: Population, args: Args) -> None:
     segments = args.segments or args.agents * (args.total_steps // population.period)
     population.expected = segments
     while population.flights or population.count < segments:
-        room = min(args.agents, population.pool.slots(), segments - population.done)
+        ended = [x for x in population.agents.values() if x.step >= args.total_steps]
+        agents = args.agents - (0 if args.segments else len(ended))  # the others need theirs
+        if not agents and not population.flights:
+            break  # some segments were longer than asked
+        room = min(agents, population.pool.slots(), segments - population.done)
         while len(population.flights) < room:
             generate(population, args)
         population.work()

@@ -219,6 +219,7 @@ def test_factors_keep_a_hyperparameter_in_its_limits():
     assert scaled(0.99, 1.25, (0, 1)) == 0.9875  # γ: its distance from 1
     assert scaled(10, 0.8, (1, None)) == 8 and scaled(1, 0.4, (1, None)) == 1
     assert scaled(9.0, 1.25, (0, 10)) == 10
+    assert scaled(2, 1.25, (1, None)) == 3 and scaled(2, 0.8, (1, None)) == 1  # not 2 again
     assert scaled(0.005, 0.8, (0, 1)) == 0.004 and scaled(0.005, 1.25, (0, 1)) == 0.00625  # τ
     assert scaled(0.9999, 0.5, (0, 1)) == 0.99995
 
@@ -231,6 +232,8 @@ def test_a_score_is_of_episodes_that_nobody_trained_on(tmp_path):
     Path(output).write_text(json.dumps({"step": 5, "returns": [1.0, 3.0, 5.0]}))
     error = 2 / math.sqrt(3)  # the sample standard deviation, by the root of their number
     assert read_score(Path(output)) == {"score": 3, "error": error, "episodes": 3, "step": 5}
+    Path(output).write_text('an environment prints\n{"step": 5, "returns": [1.0, 3.0, 5.0]}\n')
+    assert read_score(Path(output))["score"] == 3
     Path(output).write_text('{"step": 5, "returns": [1.0, NaN]}')
     assert read_score(Path(output)) is None
     Path(output).write_text('an environment prints {"step": 5}')
@@ -301,6 +304,39 @@ def test_a_tournament_with_known_scores(stand_in, tmp_path):
     assert len(chains) == len(set(chains)) == 8
 
 
+@pytest.mark.parametrize("strategy", ["best-of-k", "fresh"])
+def test_the_slot_of_an_agent_at_its_end_is_nobody_elses(strategy):
+    """Of agents whose speeds differ each gets its share of the segments."""
+    args = tournament.Args(agents=8, total_steps=100, strategy=strategy)
+    waiting, speeds = {}, random.Random(1)
+    population = mock.Mock(agents={}, flights={}, count=0, period=10, done=0)
+    population.journal.of.return_value = []
+    population.random = lambda *about: random.Random(repr(about))
+    population.pool.slots.return_value = 8
+
+    def begin(parent: Agent | None) -> None:
+        name, at = f"{population.count:05}", (parent.pause_at if parent else 0) + 10
+        own = (parent and parent.seed) or speeds.uniform(0.7, 1)  # the time of a segment
+        child = agent(name, 0, 1, parent=parent.id if parent else "", pause_at=at, seed=own)
+        population.flights[name], population.count = child, population.count + 1
+        waiting[name] = waiting.get(child.parent, 0) + own
+
+    def work() -> None:
+        name = min(population.flights, key=waiting.get)
+        ended = population.flights.pop(name)
+        ended.step = ended.pause_at
+        population.agents[name] = ended
+        population.done = population.count - len(population.flights)
+
+    population.fresh = lambda algo: begin(None)
+    population.child = lambda parent, perturbed: begin(parent)
+    population.work = work
+    tournament.compete(population, args)
+    ends = [one for one in population.agents.values() if one.step == 100]
+    assert len(ends) == 8 == sum(not one.parent for one in population.agents.values())
+    assert population.count == 80
+
+
 def test_an_agent_whose_descendants_fail_replaces_nobody():
     """The best one diverges after its score: what goes on from it fails."""
     best, weaker = agent("00000", 100, pause_at=50), agent("00001", 10, pause_at=50)
@@ -323,7 +359,10 @@ def test_runs_with_different_seeds_become_one_agent(stand_in, tmp_path):
     root, flags = tmp_path / "fused", f"--algo {stand_in}/trainer.py --env Known --agents 2"
     flags += " --total-steps 200 --period 100 --fuse 2 --same-hyperparameters"
     drive("generations", root, flags)
-    assert all((x.flags, x.fuse) == ({}, 2) for x in agents(root).values())
+    found = agents(root)  # networks that begin differently are not averaged
+    assert [(found[x].flags, found[x].fuse) for x in sorted(found)] == [({}, 1), ({}, 1)] + [
+        ({}, 2)
+    ] * 2
     assert len(agents(root)) == 4 and (root / "agents" / "00003" / "checkpoint.pt").exists()
     assert_every_segment_counts_once(root)
 
@@ -650,7 +689,7 @@ def test_mistakes_are_one_sentence(stand_in, tmp_path, capsys):
     fails("--period 999", "--period is 999, but a script collects 4096 steps at a time")
     fails("--eval-episodes 1", "--eval-episodes is 1; allowed is from 2")
     fails("--perturb speed", "--perturb is speed, but ppo.py has no such number")
-    for name in ("seed", "hidden_size"):
+    for name in ("seed", "hidden_size", "num_envs"):
         fails(f"--perturb {name}", f"--perturb is {name}, which cannot differ by agent")
     fails("--algos", "--algos is empty; name at least one script", program="tournament")
     tournament = known.replace("--algo ", "--algos ")

@@ -32,6 +32,7 @@ PROGRAMS = "play", "generations", "tournament"  # of ALGOS, that train nothing t
 OURS = "--env", "--total-steps", "--seed", "--run-dir", "--resume", "--pause-at"
 SCORE = 2**30  # first seed of the episodes that score an agent; training has seeds below 2²⁹
 FRESH = 3 * 2**29  # first seed of those that score the winner again
+SHAPES = "hidden_size", "buffer_size", "num_envs", "ensemble_size", "mixing_size", "hterm_memory"
 
 
 @dataclass
@@ -70,7 +71,7 @@ class PopulationArgs:
 LIMITS = {
     **dict.fromkeys(("total_steps", "agents", "slow", "k"), (1, None)),
     **dict.fromkeys(("survivors", "fresh"), (0, 1)),
-    **{"seed": (0, 2**31 - 1), "cpus": (0.01, None), "eval_episodes": (2, 10_000)},
+    **{"seed": (0, 2**31 - 1), "cpus": (0.01, None), "gpus": (0, 1), "eval_episodes": (2, 10_000)},
     "fuse": (1, 100),
 }
 
@@ -131,7 +132,8 @@ def descend(parent: Path, folder: Path, flags: dict[str, float], seed: int) -> N
         for entry in content.values():
             for group in entry.get("param_groups", ()) if isinstance(entry, dict) else ():
                 group["lr"] *= ratio
-    content["run"]["random"] = [torch.Generator().manual_seed(seed).get_state()]
+    random = [torch.Generator().manual_seed(seed).get_state()]
+    content["run"] |= {"random": random, "best_return": -math.inf}  # best.pt is not copied
     content |= {"workers": {}, "pending_evaluations": []}
     started["args"] |= {**flags, "seed": seed, "run_dir": str(folder), "pause_at": 0}
     left = shutil.ignore_patterns("checkpoint*", "best.pt", "last.pt", "agent.json", "*.png")
@@ -188,7 +190,8 @@ def scaled(value: float, factor: float, limits: tuple | None) -> float:
     low, high = limits or (0, None)
     near_one = high == 1 and value > 0.5  # not τ and ε
     new = factor * (1 - value if near_one else value)
-    new = new if isinstance(value, int) else float(f"{new:.4g}")
+    step = math.copysign(max(1, abs(new - value)), new - value)  # of an integer 1 at least
+    new = value + step if isinstance(value, int) else float(f"{new:.4g}")
     new = round(1 - new, 12) if near_one else new
     new = new if high is None else min(high, new)
     new = new if low is None else max(low, new)
@@ -223,8 +226,8 @@ def scoring(agent: Agent, run: Path, folder: Path, first_seed: int, episodes: in
 def read_score(path: Path) -> dict[str, Any] | None:
     """Mean return, its standard error, episodes and step; None if a return is not finite."""
     try:
-        content = json.loads(path.read_text())
-    except ValueError:  # an environment printed into it
+        content = json.loads(path.read_text().splitlines()[-1])  # an environment may print, too
+    except (ValueError, IndexError):
         return None
     returns = content["returns"]
     if not all(map(math.isfinite, returns)):
@@ -314,7 +317,7 @@ def hyperparameters(
         value = getattr(given, name, None)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise UserError(f"--perturb is {name}, but {script.__name__}.py has no such number")
-        if flag(name) in OURS or name.endswith("hidden_size"):
+        if flag(name) in OURS or name.endswith(SHAPES):
             raise UserError(f"--perturb is {name}, which cannot differ by agent")
         found[name] = value, limits.get(name, (0, None))
     rollout = getattr(given, "num_steps", 1) * (getattr(given, "num_envs", 1) or 64)

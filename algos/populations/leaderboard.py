@@ -94,11 +94,9 @@ def summary(population: Any, winner: Agent, again: dict[str, Any]) -> str:
     """The winner's score, and its score on fresh episodes."""
     before = f"{winner.score:.1f} ± {winner.error:.1f} over {winner.episodes} episodes"
     after = f"{again['score']:.1f} ± {again['error']:.1f} on {again['episodes']} fresh ones"
+    after += ", which had no part in its selection" if again["error"] else ", all alike"
     play = command_line(os.path.relpath(ALGOS / "play.py"), str(population.root / "best"))
-    return (
-        f"\nBest: agent {winner.id}, {before}; {after}, which had no part in its selection.\n"
-        f"Watch or film it: {play}"
-    )
+    return f"\nBest: agent {winner.id}, {before}; {after}.\nWatch or film it: {play}"
 
 
 def _duration(seconds: float) -> str:

@@ -88,7 +88,9 @@ class Population:
             if agent.id not in corrupt:
                 self.agents[agent.id] = agent
                 if agent.id not in published:
-                    self._note_published(agent)
+                    self.journal.note(
+                        "published", id=agent.id, score=agent.score, error=agent.error
+                    )
         ended = {line["id"] for line in self.journal.of("failed", "orphaned")}
         for path in sorted((self.root / "flight").glob("*.json")):
             with contextlib.suppress(ValueError):  # torn, as the machine lost power
@@ -126,9 +128,6 @@ class Population:
         self.agents.pop(name, None)
         self.journal.note("corrupt", id=name, why=why)
 
-    def _note_published(self, agent: Agent) -> None:
-        self.journal.note("published", id=agent.id, score=agent.score, error=agent.error)
-
     # Agents to be.
 
     def random(self, *about: Any) -> random.Random:
@@ -138,7 +137,8 @@ class Population:
     def fresh(self, algo: str, **more: Any) -> Agent:
         """A new agent from the beginning; its hyper-parameters are 1/2 to 2 times the script's."""
         flags = {name: value for name, (value, _) in self.hyperparameters[algo].items()}
-        if self.count:  # the first one has the script's own
+        begun = (*self.agents.values(), *self.flights.values())
+        if any(agent.script == algo for agent in begun):  # the first one has the script's own
             draw = self.random("fresh", self.count)
             flags = self._scaled(algo, flags, lambda: 2 ** draw.uniform(-1, 1))
         return self.begin(self._agent("", algo, flags, self.period, more))
@@ -164,9 +164,7 @@ class Population:
     def begin(self, agent: Agent) -> Agent:
         """Write down that this agent is to be trained; `work` does it."""
         agent = dataclasses.replace(agent, commit=self.commit)
-        path = self.root / "flight" / f"{agent.id}.json"
-        path.with_suffix(".tmp").write_text(json.dumps(dataclasses.asdict(agent)) + "\n")
-        os.replace(path.with_suffix(".tmp"), path)
+        agents.save_agent(agent, self.root / "flight" / f"{agent.id}.json")
         self.flights[agent.id] = agent
         self.count = max(self.count, int(agent.id) + 1)
         return agent
@@ -258,15 +256,15 @@ class Population:
         agents.save_agent(agent, run / "agent.json")
         os.rename(run, self.root / "agents" / agent.id)
         self.agents[agent.id] = agent
-        self._note_published(agent)
+        self.journal.note("published", id=agent.id, score=agent.score, error=agent.error)
         self._leave(agent.id)
         if agent is self.best():
             leaderboard.copy_best(self, agent)
 
     def _fail(self, agent: Agent, why: str) -> None:
         """Journalled, never ranked. UserError where nothing but failures has come so far."""
-        for log in (self.root / "flight" / agent.id).glob("*.log"):
-            if os.strerror(errno.ENOSPC) in log.read_text(errors="replace"):  # not its own fault
+        for log in (self.root / "flight" / agent.id).glob("*.[lo]*"):  # .log and .out
+            if os.strerror(errno.ENOSPC) in log.read_text(errors="replace")[-2000:]:  # not its own
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.replace(log, self.root / "failed" / f"{agent.id}.{log.name}")
         facts = {name: getattr(agent, name) for name in ("generation", "member", "flags", "script")}
@@ -338,6 +336,7 @@ class Population:
                 what = f"the best agent, {winner.id}, could not be scored again: {why}"
                 raise UserError(f"{what}; the same command goes on")
             self.journal.note("rescored", id=winner.id, **facts)
+            shutil.rmtree(folder, ignore_errors=True)
             again = [facts]
         leaderboard.copy_best(self, winner)
         self.show(now=True)
