@@ -3,11 +3,13 @@
 Needs Ray (pip install -e ".[cluster]"); each scenario takes about half a minute.
 """
 
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from test_populations import (
+    ROOT,
     agents,
     assert_every_segment_counts_once,
     begin,
@@ -72,6 +74,18 @@ def test_a_node_that_is_killed_loses_no_segment(cluster, tmp_path, monkeypatch):
     assert len(agents(root)) == 12
     assert_every_segment_counts_once(root)
     assert not processes_of(root)
+
+
+def test_a_node_without_the_folders_is_one_sentence(cluster):
+    add_node(cluster)
+    program = f"""from algos.worker_learner import segments
+pool = segments.connect("{cluster.address}", 1, 0, 1)
+pool.start("00000/0", [(["true"], "/none/run0.out")])
+while not pool.wait(5):
+    pass"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    said = done.stderr.splitlines()[-1]
+    assert "--cluster: a run could not start on a node: " in said and "'/none/host'" in said
 
 
 def test_half_of_the_nodes_go_and_come_back(cluster, tmp_path, monkeypatch):

@@ -164,6 +164,9 @@ class Cluster:
     def _status(self, ref: object) -> int:
         try:
             return self.ray.get(ref)
+        except self.ray.exceptions.RayTaskError as error:  # it did not even begin
+            why = " ".join(str(error.cause).split())[-300:]
+            raise UserError(f"--cluster: a run could not start on a node: {why}") from None
         except self.ray.exceptions.RayError:  # whatever ended the task: as if killed
             return -signal.SIGKILL
 
@@ -174,6 +177,7 @@ class Cluster:
     def close(self, gently: bool = False) -> None:
         for name in list(self._refs):
             self.stop(name)
+        self.ray.autoscaler.sdk.request_resources(bundles=[])  # it may shrink again
         self.ray.shutdown()
 
 
