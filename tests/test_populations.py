@@ -677,6 +677,9 @@ def test_mistakes_are_one_sentence(stand_in, tmp_path, capsys):
     fails(f"{known} --seed 5", f"--seed was 0 when {root} began and is now 5", "", root)
     fails(known, "what follows -- was [] when", "--gamma 0.5", root)
     fails(f"{known} --replay 7", "--replay is 7, but", "", root)
+    typo = tmp_path / "typo"
+    fails(f"{known} --replay 7", f"--root {typo} has no population to --replay", "", typo)
+    assert not typo.exists()
     fails("--algo nonsense", "the algorithm is nonsense, but")
     fails("--algo play", "is not a script that trains")
     fails("--agents 0", "--agents is 0; allowed is at least 1")

@@ -65,8 +65,8 @@ class Population:
         if not (self.root / "settings.json").exists():  # killed at once it left empty folders
             found = [x for name in FOLDERS for x in self.root.glob(f"{name}/*")]
             found += self.root.glob("args.json")  # of a run
-            if found:
-                what = f"{found[0]}, not of a population"
+            if found or self.args.replay:
+                what = f"{found[0]}, not of a population" if found else "no population to --replay"
                 raise UserError(f"--root {self.root} has {what}; name another")
         for name in FOLDERS:
             (self.root / name).mkdir(parents=True, exist_ok=True)
@@ -366,7 +366,7 @@ def replay(population: Population, name: str) -> Path:
     chain = population.lineage(population.agents[name])
     if chain[0].parent:
         raise UserError(f"--replay is {name}, but its ancestor {chain[0].parent} is damaged")
-    args = dataclasses.replace(population.args, root=str(population.root / "replay" / name))
+    args = dataclasses.replace(population.args, root=f"{population.root}/replay/{name}", replay="")
     again = Population(args, population.algos, population.words, population.program)
     again.expected = len(chain)
     with _ending(again):
