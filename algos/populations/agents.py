@@ -317,8 +317,8 @@ def hyperparameters(
         value = getattr(given, name, None)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise UserError(f"--perturb is {name}, but {script.__name__}.py has no such number")
-        if flag(name) in OURS or name.endswith(SHAPES):
-            raise UserError(f"--perturb is {name}, which cannot differ by agent")
+        if flag(name) in OURS or name.endswith(SHAPES) or not value:
+            raise UserError(f"--perturb is {name}, here {value}, which cannot differ by agent")
         found[name] = value, limits.get(name, (0, None))
     rollout = getattr(given, "num_steps", 1) * (getattr(given, "num_envs", 1) or 64)
     return found, min(rollout, args.total_steps)
