@@ -692,7 +692,7 @@ def test_mistakes_are_one_sentence(stand_in, tmp_path, capsys):
     fails("--period 999", "--period is 999, but a script collects 4096 steps at a time")
     fails("--eval-episodes 1", "--eval-episodes is 1; allowed is from 2")
     fails("--perturb speed", "--perturb is speed, but ppo.py has no such number")
-    for name, value in (("seed", 0), ("hidden_size", 64), ("num_envs", 0), ("target_kl", 0.0)):
+    for name, value in (("seed", 0), ("hidden_size", 64), ("num_envs", 0), ("entropy_coef", 0.0)):
         why = f"--perturb is {name}, here {value}, which cannot differ by agent"
         fails(f"--perturb {name}", why)
     fails("--algos", "--algos is empty; name at least one script", program="tournament")
