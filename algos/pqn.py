@@ -179,7 +179,7 @@ def update(agent: Agent, optimizer, rollout, learn, args: Args) -> dict[str, Ten
         for index in torch.randperm(size, device=device).split(args.minibatch_size):
             minibatch = {name: x[index] for name, x in batch.items()}
             losses = learn(agent, optimizer, minibatch, args)  # `gradient_step`, perhaps compiled
-            logged.append(torch.stack([*losses.values()]).detach())  # a copy
+            logged.append(torch.stack([*losses.values()]).detach())  # a graph overwrites them
     agent.normalizer.update(rollout["obs"])  # last, so that all of the above saw one normaliser
     return dict(zip(losses, torch.stack(logged).mean(0), strict=True))
 

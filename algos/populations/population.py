@@ -88,9 +88,7 @@ class Population:
             if agent.id not in corrupt:
                 self.agents[agent.id] = agent
                 if agent.id not in published:
-                    self.journal.note(
-                        "published", id=agent.id, score=agent.score, error=agent.error
-                    )
+                    self._note_published(agent)
         ended = {line["id"] for line in self.journal.of("failed", "orphaned")}
         for path in sorted((self.root / "flight").glob("*.json")):
             with contextlib.suppress(ValueError):  # torn, as the machine lost power
@@ -128,6 +126,9 @@ class Population:
         self.agents.pop(name, None)
         self.journal.note("corrupt", id=name, why=why)
 
+    def _note_published(self, agent: Agent) -> None:
+        self.journal.note("published", id=agent.id, score=agent.score, error=agent.error)
+
     # Agents to be.
 
     def random(self, *about: Any) -> random.Random:
@@ -135,10 +136,9 @@ class Population:
         return random.Random(repr((self.args.seed, *about)))
 
     def fresh(self, algo: str, **more: Any) -> Agent:
-        """A new agent from the beginning; its hyper-parameters are 1/2 to 2 times the script's."""
+        """A new agent; the first one has its script's hyper-parameters, others 1/2 to 2 times."""
         flags = {name: value for name, (value, _) in self.hyperparameters[algo].items()}
-        begun = (*self.agents.values(), *self.flights.values())
-        if any(agent.script == algo for agent in begun):  # the first one has the script's own
+        if any(x.script == algo for x in (*self.agents.values(), *self.flights.values())):
             draw = self.random("fresh", self.count)
             flags = self._scaled(algo, flags, lambda: 2 ** draw.uniform(-1, 1))
         return self.begin(self._agent("", algo, flags, self.period, more))
@@ -256,7 +256,7 @@ class Population:
         agents.save_agent(agent, run / "agent.json")
         os.rename(run, self.root / "agents" / agent.id)
         self.agents[agent.id] = agent
-        self.journal.note("published", id=agent.id, score=agent.score, error=agent.error)
+        self._note_published(agent)
         self._leave(agent.id)
         if agent is self.best():
             leaderboard.copy_best(self, agent)

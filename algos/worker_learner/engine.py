@@ -20,7 +20,7 @@ from vec_envs.core import available_cores
 
 WIDE = 256  # units of a layer from which on products of matrices take most of an update
 RECHECK_SECONDS = 60  # until it is asked again whether several threads are faster
-OPTIONS = "weight_decay", "amsgrad", "maximize"  # of Adam
+OPTIONS = "weight_decay", "amsgrad", "maximize"  # of Adam, which _Adam lacks
 WORTH_COMPILING = 15_000  # gradient steps: 15 to 40 seconds of compiling, 1 to 6 milliseconds each
 
 
@@ -35,8 +35,8 @@ def choose_compile(args: Any, device: str, resumed: bool, learners: int = 1) -> 
         return next(name for name in possible if possible[name])
     if possible[args.compile]:
         return args.compile
-    needs = {"default": "one learner, torch 2.13, C++ and Python.h"}
-    needs = needs.get(args.compile, "one learner on a GPU")
+    needs = "one learner, torch 2.13, C++ and Python.h"
+    needs = "one learner on a GPU" if args.compile == "graphs" else needs
     if resumed:  # elsewhere, or with more learners
         tell(f"Not exact: --compile {args.compile} needs {needs}; the run goes on without it.")
         return "none"

@@ -86,7 +86,7 @@ class Run:
         """
         self._state, workers, args = {"agent": agent, **state}, state["workers"], self.args
         if not engine.fits(args.compile, state):
-            args.compile = "none"
+            args.compile = "none"  # which the first line says
         try:
             self.dir.mkdir(parents=True, exist_ok=True)
             if self.rank == 0:
@@ -127,7 +127,7 @@ class Run:
         return self.step
 
     def compile(self, update: Callable, period: int = 1) -> Callable:
-        """`update`, a graph where --compile says so: what changes from call to call is a tensor."""
+        """`update`, as a graph where --compile says so: numbers stay in it, tensors may change."""
         make = {"default": engine.compiled, "graphs": engine.captured}.get(self.args.compile)
         return make(update, period, self.args) if make else update
 
