@@ -18,7 +18,8 @@ minibatch steps by Adam; `adapt_learning_rate`: with --target-kl the rate follow
 - advantages are normalised in each minibatch, gradients are clipped to a norm;
 - a truncated episode bootstraps from the value of its true last observation (`gae`);
 - orthogonal initial weights, the actor's last layer near zero.
-The paper's MuJoCo runs: 1 environment of 2048 steps (here 64 of 64), minibatches of 64 (here 512).
+The paper's MuJoCo runs: 2048 steps of 1 environment (here 64 of 64), minibatches of 64 (here 512),
+learning rate 3e-4 (here 5e-4).
 """
 
 from dataclasses import dataclass

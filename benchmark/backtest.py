@@ -5,12 +5,13 @@
     python benchmark/backtest.py RUN_DIR... --walk-forward 4  trains each anew before each fold
     python benchmark/backtest.py RUN_DIR... --ensemble        FinRL's: in each quarter the run that
                                                               was best in the one before
-    python benchmark/backtest.py RUN_DIR... --figure backtest.png
+    python benchmark/backtest.py RUN_DIR... --figure backtest.png --daily assets.csv
+    python benchmark/backtest.py RUN_DIR... --orders          what each would do after the last row
 
 Of each run it takes the snapshot (best.pt or last.pt) with the higher Sharpe ratio on the
 validation years, and trades on the test years, by the dates of the run's own --env. The table is
-printed for several fees, with three comparisons: holding all stocks, equal weights restored daily,
-and the index. What it says of chance:
+printed for several fees, with comparisons: holding all stocks, equal weights restored at each row,
+and, for the default data, the index. What it says of chance:
 
 - Sharpe ratio S with its standard error √((1 − γ₃S + ¼(γ₄ − 1)S²) / (n − 1)), γ₃ and γ₄ the
   skewness and kurtosis of the n returns (Mertens 2002);
@@ -21,11 +22,13 @@ and the index. What it says of chance:
   half of 16 blocks of time is below the median on the other half. 0.5 is chance.
 """
 
+import csv
 import functools
 import importlib
 import itertools
 import shlex
 import sys
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -57,6 +60,9 @@ METRICS = {
     "turnover": "turnover a year",
     "fees": "fees / capital",
 }
+FEWEST = 20  # rows of the test years of which statistics say anything
+OWN = {"seed", "run_dir", "resume", "pause_at", "device", "env_device", "torch_threads", "compile"}
+OWN |= {"env_threads", "num_workers", "checkpoint_every", "save_replay", "log_every"}
 
 
 @dataclass
@@ -76,6 +82,10 @@ class Options:
     """in each quarter trade by the run with the best Sharpe ratio in the quarter before"""
     figure: str = ""
     """draw equity, drawdown and holdings into this file, at the middle one of --fees"""
+    daily: str = ""
+    """write the assets on each date, a column a strategy, into this .csv, at that fee, too"""
+    orders: bool = False
+    """print what each run orders after the last row of the data, for a close not yet known"""
     results: str = ""
     """append the table's rows to this .csv"""
     what: str = "backtest"
@@ -229,7 +239,7 @@ def snapshot(run_dir: str) -> dict:
     there = [name for name in ("best", "last") if Path(run_dir, f"{name}.pt").exists()]
     for checkpoint in there or ["best"]:  # of which `load` says that it is missing
         saved = play.load(play.Args(run_dir, checkpoint=checkpoint))
-        name, *words = saved["args"]["env"].split(",")
+        name, *words = saved["args"]["env"].replace(" ", "").split(",")
         if name != "StockTrading":
             raise UserError(f"{run_dir} is a run on {saved['args']['env']}, not on StockTrading")
         if any(word.startswith("split=") and word != "split=train" for word in words):
@@ -264,8 +274,13 @@ def snapshots(run_dir: str, chosen: dict, folds: int) -> list[dict]:
     for number, name in enumerate(fold_names(chosen["args"]["env"], folds), 1):
         folder = f"{run_dir}/walk_forward/{number}_of_{folds}"
         own = {"env": name, "run_dir": folder, "resume": "", "pause_at": 0}
-        last = play.Args(folder, checkpoint="last")
-        trained = Path(folder, "last.pt").exists() and play.load(last)["step"]
+        last, trained = play.Args(folder, checkpoint="last"), 0
+        if Path(folder, "last.pt").exists():
+            saved = play.load(last)
+            trained, trained_on = saved["step"], saved["args"]["env"]
+            if trained_on != name:
+                since = "the data or the options have changed since; remove it"
+                raise UserError(f"{folder} was trained on {trained_on}, not on {name}: {since}")
         if trained < chosen["args"]["total_steps"]:
             own["resume"] = folder if Path(folder, "args.json").exists() else ""
             script.train(script.Args(**{**chosen["args"], **own}))
@@ -288,8 +303,11 @@ def ensemble(runs: list[dict], fee: float, quarter: int) -> tuple[Account, list[
     agents, envs = zip(
         *(agent_and_env(saved, split="test", fee=fee) for saved in runs), strict=True
     )
-    dates = make_env(with_options(runs[0]["args"]["env"], split="all")).dates
-    before = dates[np.searchsorted(dates, envs[0].dates[1]) - quarter]
+    dates = make_env(with_options(runs[0]["args"]["env"], split="validation")).dates[1:]
+    if len(dates) <= quarter:  # what is before was trained on
+        few = f"a quarter has {quarter} rows, the validation years have {len(dates)}"
+        raise UserError(f"--ensemble chooses by the quarter before the test years: {few}")
+    before = dates[-quarter]
     paper = [trade(*agent_and_env(saved, split="test", test=before, fee=fee)) for saved in runs]
     table = np.stack([account.returns for account in paper], 1)  # (T + a quarter, runs)
     quarters = range(0, envs[0].max_episode_steps, quarter)
@@ -301,7 +319,7 @@ def ensemble(runs: list[dict], fee: float, quarter: int) -> tuple[Account, list[
 def baselines(name: str, fee: float) -> dict[str, Account]:
     """What needs no learning, on the same prices: buy and hold, equal weights, the index."""
     name_of = functools.partial(with_options, name, split="test", fee=fee, max_turbulence=0.0)
-    hold = make_env(name_of(actions="shares", max_shares=0))
+    hold = make_env(name_of(actions="shares", max_shares=0, capital=1e15))  # no remainder in cash
     equal = make_env(name_of(actions="weights"))
     stocks = len(hold.stocks)
     orders = itertools.chain([torch.ones(1, stocks)], itertools.repeat(torch.zeros(1, stocks)))
@@ -309,7 +327,7 @@ def baselines(name: str, fee: float) -> dict[str, Account]:
         "buy and hold": trade(lambda obs: next(orders), hold),
         "equal weights": trade(lambda obs: torch.full((1, stocks), 1 / stocks), equal),
     }
-    options = dict(word.split("=", 1) for word in name.split(",")[1:])
+    options = dict(word.split("=", 1) for word in name.replace(" ", "").split(",")[1:])
     if options.get("data", "sp500") == "sp500":
         index = load_market("sp500_index")
         price = index.close[np.searchsorted(index.dates, hold.dates), 0]
@@ -317,6 +335,29 @@ def baselines(name: str, fee: float) -> dict[str, Account]:
         ones = np.ones((len(price) - 1, 1))
         found["S&P 500 (price)"] = Account(hold.dates, 1e6 * price / price[0], *[nothing] * 2, ones)
     return found
+
+
+@torch.no_grad()
+def orders(saved: dict) -> str:
+    """What a policy does after the last row of the test years, at a close that is not yet known."""
+    policy, env = agent_and_env(saved, split="test")
+    obs, _ = env.reset(seed=0)
+    most = env.max_trade[0]
+    for _ in range(env.max_episode_steps):
+        obs, _, _, _, info = env.step(policy(obs))
+    last = info["final_obs"]
+    if env.max_turbulence and last[0, 1 + len(env.stocks)] > 1:
+        return "sell everything: the turbulence is above max_turbulence"
+    action = policy(last)[0]
+    if env.actions == "weights":
+        action = action.clamp(0, 1)
+        numbers = [f"{x:.1%}" for x in action / action.sum().clamp(min=1)]
+    else:
+        action = torch.where(action.abs() < env.dead_zone, 0.0, action.clamp(-1, 1))
+        numbers = [f"{x:+.0f}" for x in (action * most).trunc() + 0.0]  # + 0.0: no -0
+    what = "hold" if env.actions == "weights" else "buy or sell"
+    pairs = zip(env.stocks, numbers, strict=True)
+    return f"{what} {', '.join(f'{stock} {number}' for stock, number in pairs)}"
 
 
 # What is shown.
@@ -369,6 +410,35 @@ def chance(table: np.ndarray, equal: np.ndarray) -> dict[str, float]:
     return found | {"overfitting": overfitting(table) if enough else np.nan}
 
 
+def write_daily(file: str, accounts: dict[str, Account]) -> None:
+    """The assets of each strategy on each date, the first date being the eve."""
+    dates = next(iter(accounts.values())).dates
+    table = zip(dates, *(account.assets for account in accounts.values()), strict=True)
+    try:
+        with open(file, "w", newline="") as out:
+            csv.writer(out, lineterminator="\n").writerows([("date", *accounts), *table])
+    except OSError as error:
+        raise UserError(f"--daily {file}: {error.strerror}") from None
+
+
+def check_alike(options: Options, runs: list[dict]) -> None:
+    """UserError where runs differ in more than their seed, or have the same one."""
+    first, seeds = runs[0], set()
+    for run_dir, saved in zip(options.run_dirs, runs, strict=True):
+        names = ["env"] if options.ensemble else sorted({*first["args"], *saved["args"]} - OWN)
+        pairs = [("script", saved["script"], first["script"])] * (not options.ensemble)
+        pairs += [(name, saved["args"].get(name), first["args"].get(name)) for name in names]
+        for name, value, other in pairs:
+            if value != other:
+                raise UserError(
+                    f"{name} is {value} in {run_dir}, {other} in {options.run_dirs[0]}; runs may "
+                    "differ in their seed only, with --ensemble in all but --env"
+                )
+        if (own := (saved["script"], saved["args"]["seed"])) in seeds and not options.ensemble:
+            raise UserError(f"two runs have the seed {own[1]}, and would count as two trials")
+        seeds.add(own)
+
+
 def typed(word: str) -> str:
     """A word of the command line as it is kept: of a path, what follows the repository's folder."""
     path = Path(word).resolve()
@@ -383,6 +453,9 @@ def main(options: Options) -> list[dict]:
         raise UserError("no run to back-test: name at least one folder")
     if not options.fees:
         raise UserError("--fees is empty; name at least one")
+    if wrong := [fee for fee in options.fees if not 0 <= fee <= 0.99]:
+        parts = "parts of the value traded from 0 to 0.99; 10 basis points are 0.001"
+        raise UserError(f"--fees has {wrong[0]:g}; allowed are {parts}")
     folders = [Path(folder).resolve() for folder in (*options.run_dirs, *options.tried)]
     if len(set(folders)) < len(folders):  # it would count as two trials
         raise UserError("a folder is named twice")
@@ -392,24 +465,21 @@ def main(options: Options) -> list[dict]:
     if options.ensemble and folds:
         raise UserError("--ensemble and --walk-forward: one at a time")
     runs = [snapshot(run_dir) for run_dir in options.run_dirs]
+    check_alike(options, runs)
     env = runs[0]["args"]["env"]
-    for run_dir, saved in zip(options.run_dirs, runs, strict=True):
-        other = not options.ensemble and saved["script"] != runs[0]["script"]
-        if other or saved["args"]["env"] != env:
-            one, two = (f"{x['script']} on {x['args']['env']}" for x in (runs[0], saved))
-            raise UserError(
-                f"{options.run_dirs[0]} is a run of {one}, {run_dir} of {two}; they may differ in "
-                "their seed only, with --ensemble in their script, too"
-            )
+    test = make_env(with_options(env, split="test"))
+    dates, stocks = test.dates, textwrap.shorten(", ".join(test.stocks), 200)
+    if len(dates) - 1 < max(FEWEST, folds):
+        few = f"the test years have {len(dates) - 1} rows, from {dates[1]} to {dates[-1]}"
+        raise UserError(f"{few}; at least {max(FEWEST, folds)} are needed")
     runs = [snapshots(*pair, folds) for pair in zip(options.run_dirs, runs, strict=True)]
     others = [snapshots(run_dir, snapshot(run_dir), folds) for run_dir in options.tried]
     script = ", ".join(dict.fromkeys(policies[0]["script"] for policies in runs))
-    dates = make_env(with_options(env, split="test")).dates
     days = (dates[-1] - dates[0]) / np.timedelta64(1, "D")
     year = max(1, round((len(dates) - 1) / days * 365.25))  # rows
     quarter = max(1, year // 4)
     chosen = ", ".join(policies[0]["checkpoint"] for policies in runs)
-    print(f"{script} on {env}, {dates[1]} to {dates[-1]} ({len(dates) - 1} rows)")
+    print(f"{script} on {env}, {dates[1]} to {dates[-1]} ({len(dates) - 1} rows)\n{stocks}")
     print(f"snapshots that were better in validation: {chosen}")
     version, command = commit(), f"python {shlex.join(map(typed, sys.argv))}"
     rows, whose = [], f"{script}, {len(runs)} run{'s' * (len(runs) > 1)}"
@@ -451,8 +521,15 @@ def main(options: Options) -> list[dict]:
             numbers = {k: "" if np.isnan(x) else f"{x:.5g}" for k, x in numbers.items()}
             facts = {"what": options.what, "strategy": label, "env": env, "seed": seed, "fee": fee}
             rows.append({**facts, **numbers, "commit": version, "command": command})
-        if options.figure and fee == sorted(options.fees)[len(options.fees) // 2]:
-            draw(options.figure, own, without)
+        if fee == sorted(options.fees)[len(options.fees) // 2]:
+            if options.figure:
+                draw(options.figure, own, without)
+            if options.daily:
+                seeds = (f"{p[0]['script']} {p[0]['args']['seed']}" for p in runs)
+                write_daily(options.daily, {**dict(zip(seeds, own, strict=True)), **without})
+    for run_dir, policies in zip(options.run_dirs, runs, strict=True):
+        if options.orders:
+            print(f"\n{run_dir}, orders after {dates[-1]}: {orders(policies[-1])}")
     if options.results:
         try:
             append(Path(options.results), rows)

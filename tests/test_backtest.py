@@ -192,6 +192,7 @@ def altered(runs, tmp_path):
 def test_real_runs_from_end_to_end(runs, tmp_path):
     command = [sys.executable, "benchmark/backtest.py", *runs, "--ensemble"]
     command += ["--results", str(tmp_path / "stock.csv"), "--figure", str(tmp_path / "a.png")]
+    command += ["--daily", str(tmp_path / "daily.csv"), "--orders"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "2 runs tried" in done.stdout and "probability of back-test overfitting" in done.stdout
@@ -205,6 +206,13 @@ def test_real_runs_from_end_to_end(runs, tmp_path):
     by_fee = [float(row["cumulative"]) for row in rows if row["strategy"] == "equal weights"]
     assert by_fee[0] > by_fee[1] > by_fee[2]
     assert os.path.getsize(tmp_path / "a.png") > 10_000
+    assert done.stdout.count("orders after 2022-12-30: hold synthetic 0 ") == 2
+    with open(tmp_path / "daily.csv", newline="") as file:
+        daily = list(csv.DictReader(file))
+    names = ["date", "ppo 1", "ppo 2", "buy and hold", "equal weights", "ensemble"]
+    assert list(daily[0]) == names and daily[-1]["date"] == "2022-12-30"
+    growth = float(daily[-1]["ppo 1"]) / float(daily[0]["ppo 1"]) - 1
+    assert growth == pytest.approx(float(rows[5]["cumulative"]), rel=1e-4)  # at the middle fee
     words = rows[0]["command"].split()
     assert words[:5] == ["python", "benchmark/backtest.py", "seed1", "seed2", "--ensemble"]
 
@@ -212,12 +220,21 @@ def test_real_runs_from_end_to_end(runs, tmp_path):
 def test_only_seeds_may_differ_and_scripts_in_an_ensemble(backtest, runs, altered, monkeypatch):
     monkeypatch.setitem(sys.modules, "algos.again", importlib.import_module("algos.ppo"))
     options = backtest.Options([runs[0], altered(script="again")], fees=[0.0])
-    with pytest.raises(UserError, match=r"a run of ppo on .*, .* of again on .* their seed only"):
+    with pytest.raises(UserError, match=r"script is again in .*, ppo in .* their seed only"):
         backtest.main(options)
     options.ensemble = True
     assert [row["strategy"] for row in backtest.main(options)][:2] == ["ppo", "again"]
+    options.ensemble = False
+    altered(gamma=0.5)
+    with pytest.raises(
+        UserError, match=r"gamma is 0\.5 in .*, 0\.99 in .*; runs may differ in their"
+    ):
+        backtest.main(options)
+    altered(gamma=0.99, seed=1)
+    with pytest.raises(UserError, match="two runs have the seed 1, and would count as two trials"):
+        backtest.main(options)
     altered(env=f"{WALK},steps=31")
-    with pytest.raises(UserError, match=r"ppo on .*steps=30, .* of ppo on .*steps=31; they may"):
+    with pytest.raises(UserError, match=r"env is .*steps=31 in .*, .*steps=30 in .*; runs may"):
         backtest.main(options)
 
 
@@ -237,6 +254,46 @@ def test_a_year_is_as_many_rows_as_the_data_have(backtest, runs, altered, tmp_pa
     account = backtest.baselines(f"StockTrading,data={tmp_path}/weeks.npz", 0.0)["equal weights"]
     assert float(equal["volatility"]) == pytest.approx(account.returns.std(ddof=1) * 52**0.5, 1e-4)
     assert seen == [13] and equal["strategy"] == "equal weights"
+
+
+def test_buying_and_holding_leaves_nothing_in_cash(backtest):
+    """Whatever the capital: it is the mean growth of the stocks."""
+    env = vec_envs.make(f"{WALK},split=test", 1)
+    growth = float((env.prices[-1] / env.prices[1]).mean())
+    for capital in (1e6, 5e3, 10.0):
+        hold = backtest.baselines(f"{WALK},capital={capital}", 0.0)["buy and hold"]
+        assert hold.assets[-1] / hold.assets[0] == pytest.approx(growth, rel=2e-3)
+        assert hold.weights[0].sum() > 0.98  # as many shares as it bought a day before
+
+
+def test_an_ensemble_never_chooses_by_the_test_years(backtest, runs):
+    saved = [backtest.snapshot(folder) for folder in runs]
+    with pytest.raises(UserError, match="a quarter has 600 rows, the validation years have 521"):
+        backtest.ensemble(saved, 0.0, 600)
+
+
+def test_orders_are_those_of_the_row_that_is_not_yet_known(backtest, altered):
+    """With one more row in the data, the policy's next step is what was ordered."""
+    for actions, more in (("weights", ""), ("shares", "")):
+        run = altered(env=f"StockTrading,data=random_walk,actions={actions},end=2021-03-02{more}")
+        saved = torch.load(f"{run}/last.pt", weights_only=True)
+        said = backtest.orders(saved)
+        saved["args"]["env"] = saved["args"]["env"].replace("03-02", "03-03")
+        policy, env = backtest.agent_and_env(saved, split="test")
+        obs, _ = env.reset(seed=0)
+        for _ in range(env.max_episode_steps - 1):
+            obs, *_ = env.step(policy(obs))
+        order = env._order(policy(obs).double(), env.prices[-1:])[0]
+        if actions == "weights":
+            order = (order + env.shares[0]) * env.prices[-1]
+            order = [f"{x:.1%}" for x in order / (env.cash + env.shares @ env.prices[-1])[0]]
+        else:
+            order = [f"{x:+.0f}" for x in order + 0.0]
+        pairs = [f"{stock} {x}" for stock, x in zip(env.stocks, order, strict=True)]
+        assert said == {"weights": "hold ", "shares": "buy or sell "}[actions] + ", ".join(pairs)
+    turbulent = {**saved, "args": {**saved["args"]}}
+    turbulent["args"]["env"] += ",max_turbulence=0.001"
+    assert backtest.orders(turbulent).startswith("sell everything")
 
 
 def test_the_snapshot_is_chosen_in_validation(backtest, runs, monkeypatch):
@@ -270,6 +327,11 @@ def test_walk_forward_trains_a_policy_for_each_fold(backtest, altered):
     stamps = [os.stat(p["args"]["run_dir"] + "/last.pt").st_mtime_ns for p in policies]
     backtest.snapshots(run, chosen, 2)  # not trained again
     assert stamps == [os.stat(p["args"]["run_dir"] + "/last.pt").st_mtime_ns for p in policies]
+    chosen["args"]["env"] += ",end=2020-01-01"  # as if the data were others
+    with pytest.raises(
+        UserError, match=r"1_of_2 was trained on .*, not on .* have changed since; rem"
+    ):
+        backtest.snapshots(run, chosen, 2)
 
 
 def test_the_ensemble_follows_the_best_of_the_quarter_before(backtest, runs, monkeypatch):
@@ -305,6 +367,8 @@ def test_the_ensemble_follows_the_best_of_the_quarter_before(backtest, runs, mon
         (["RUN", "--walk-forward", "-1"], "--walk-forward is -1; allowed is from 0 to 100"),
         (["RUN", "--walk-forward", "2", "--ensemble"], "--walk-forward: one at a time"),
         (["RUN", "--fees"], "--fees is empty"),
+        (["RUN", "--fees", "10"], "--fees has 10; allowed are parts of the value traded"),
+        (["RUN", "--fees", "0", "--daily", "/tmp"], "--daily /tmp: Is a directory"),
         (["RUN", "--tried", "RUN"], "a folder is named twice"),
         (["RUN", "--fees", "0", "--results", "/tmp"], "--results /tmp: Is a directory"),
         (["RUN", "--fees", "0", "--figure", "a.xyz"], "--figure a.xyz: Format 'xyz' is not supp"),
@@ -324,6 +388,14 @@ def test_another_environment_is_refused(backtest, tmp_path):
     )
     with pytest.raises(UserError, match="is a run on CartPole, not on StockTrading"):
         backtest.snapshot(str(tmp_path))
+
+
+def test_too_few_test_years_are_refused(backtest, altered):
+    run = altered(env=f"{WALK},end=2019-01-10")
+    with pytest.raises(
+        UserError, match=r"the test years have 7 rows, from 2019-01-01 .* at least 20"
+    ):
+        backtest.main(backtest.Options([run]))
 
 
 def test_who_has_seen_the_test_years_is_refused(backtest, altered):

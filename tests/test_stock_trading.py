@@ -372,6 +372,7 @@ def write(path: Path, rows, header=("date", "A", "B")) -> str:
         ((1, 0), "soon", "row 2 after the header"),
         ((1, 0), "01/02/2020", "a row is a date, 2019-01-31, and a price of each stock"),
         ((1, 0), "20200102", "row 2 of the data: the date is not written as 2019-01-31"),
+        ((1, 0), "1", "row 2 of the data: the date is not written as 2019-01-31"),
         ((0, 0), "", "row 1 of the data: the date is missing"),
         ((2, 0), "", "row 3 of the data: the date is missing"),
     ],
@@ -387,10 +388,58 @@ def test_an_error_in_a_file_names_the_row(tmp_path, place, word, message):
 
 def test_a_volume_is_no_stock(tmp_path):
     path = write(tmp_path / "prices.csv", ROWS, ("date", "Close", "Volume"))
-    with pytest.raises(
-        ValueError, match=r"prices\.csv: a column is one of open, high, low and vol"
-    ):
+    with pytest.raises(ValueError, match=r"prices\.csv: a column is one of open, high, low, adj"):
         load_market(path)
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        (
+            ("date", "Close", "Adj Close"),
+            "a column is one of open, high, low, adj close and volume",
+        ),
+        (("date", "A", "A"), "a column has no name, or two have the same one"),
+        (("date", "A", ""), "a column has no name, or two have the same one"),
+        (("2019-12-31", "9", "19"), "the first line must be date,NAME,NAME... with commas between"),
+        (("date;A;B",), "the first line must be date,NAME,NAME... with commas between, and is"),
+    ],
+)
+def test_a_header_that_names_no_stocks_is_refused(tmp_path, header, message):
+    with pytest.raises(ValueError, match=message):
+        load_market(write(tmp_path / "prices.csv", ROWS, header))
+
+
+def test_dates_are_those_of_the_exchange(tmp_path):
+    """As yfinance writes them: midnight there, with the offset from UTC."""
+    for offset in ("+09:00", "-05:00"):
+        rows = [[f"{row[0]} 00:00:00{offset}", *row[1:]] for row in ROWS]
+        dates = load_market(write(tmp_path / f"{offset[:3]}.csv", rows)).dates
+        assert dates.astype(str).tolist() == [row[0] for row in ROWS]
+
+
+def test_npz_files_of_objects_say_what_to_do(tmp_path):
+    close, dates = np.ones((2, 1)), np.arange("2020-01-01", "2020-01-03", dtype="datetime64[D]")
+    np.savez(tmp_path / "a.npz", close=close, dates=dates, names=np.array(["A"], object))
+    np.savez(tmp_path / "b.npz", prices=close, dates=dates)
+    with pytest.raises(
+        ValueError, match=r"a\.npz: Object arrays .*; save names by \.astype\(str\)"
+    ):
+        load_market(str(tmp_path / "a.npz"))
+    with pytest.raises(ValueError, match=r"b\.npz: it has no array 'close', but prices, dates"):
+        load_market(str(tmp_path / "b.npz"))
+
+
+def test_a_capital_too_small_for_whole_shares_is_said_once(tmp_path, capsys):
+    path = write(tmp_path / "dear.csv", ROWS)
+    name = f"StockTrading,data={path},split=all,steps=1,capital="
+    for _ in "12":
+        vec_envs.make(f"{name}100", 1)
+    said = capsys.readouterr().err
+    assert said.count("an order is at most 2 shares of B; actions=weights trades parts") == 1
+    vec_envs.make(f"{name}100,actions=weights", 1)
+    vec_envs.make(f"{name}1000", 1)
+    assert not capsys.readouterr().err
 
 
 def test_splits_and_missing_weeks_are_named(tmp_path, capsys):
@@ -466,7 +515,7 @@ def test_a_file_as_people_have_it(tmp_path, monkeypatch):
         vec_envs.make("StockTrading", 1, data="~/a,b.CSV")
     header = ("Date", "Open", "High", "Low", "Close", "Adj Close", "Volume")
     path = write(tmp_path / "yahoo.csv", [[*row, "1", "1", "1", "9"] for row in ROWS], header)
-    with pytest.raises(ValueError, match=r"yahoo.csv: a column is one of open, high, low and vol"):
+    with pytest.raises(ValueError, match=r"yahoo.csv: a column is one of open, high, low, adj"):
         vec_envs.make(f"StockTrading,data={path},{cuts}", 1)
 
 

@@ -35,7 +35,9 @@ import functools
 import gzip
 import importlib.util
 import multiprocessing
+import re
 import sys
+import textwrap
 import zipfile
 import zlib
 from pathlib import Path
@@ -155,6 +157,8 @@ class StockTrading(VecEnv):
             raise ValueError(
                 f"StockTrading: {part} has {last - first + 1} rows, too few for {steps} steps"
             )
+        if actions == "shares" and not max_shares:
+            _say_few(str(data), market_seed, capital)
         self.actions, self.fee, self.capital = actions, float(fee), float(capital)
         self.max_shares, self.max_turbulence = max_shares, float(max_turbulence)
         self.dates, self.stocks = market.dates[first : last + 1], market.names
@@ -320,9 +324,11 @@ def load_market(data: str, seed: int = 0) -> Market:
     .npz            arrays close (T, D), dates (T,) and, if you like, names (D,)
     .parquet        as the .csv, dates as index or first column (needs pandas and pyarrow)
 
-    Prices should be adjusted for splits and dividends. ValueError that names the row: prices that
-    are missing or not above zero, dates out of order. A stock that was not traded on all dates
-    cannot be among them.
+    Prices should be adjusted for splits and dividends; dates are those of the exchange, an offset
+    from UTC is left out. A table with a row for each date and stock becomes one of these by
+    frame.pivot(index="date", columns="tic", values="close").to_csv("prices.csv"). ValueError that
+    names the row: prices that are missing or not above zero, dates out of order. A stock that was
+    not traded on all dates cannot be among them.
     """
     if data == "random_walk":
         days = np.arange("1990-01-01", "2023-01-01", dtype="datetime64[D]")
@@ -366,11 +372,14 @@ def _read_csv(path: Path) -> tuple[Any, Any, np.ndarray]:
     with (gzip.open if path.suffix.lower() == ".gz" else open)(path, "rt", newline="") as file:
         lines = csv.reader(file)
         header, dates, close = next(lines, []), [], []
+        if len(header) < 2 or re.match(r"\d{4}-\d", header[0]):
+            wish = "the first line must be date,NAME,NAME... with commas between"
+            raise ValueError(f"{wish}, and is {textwrap.shorten(','.join(header), 60)!r}")
         for number, line in enumerate(filter(None, lines), 1):  # without empty lines
             try:
                 if len(line) != len(header):
                     raise ValueError(f"{len(line)} entries where the header has {len(header)}")
-                dates.append(np.datetime64(line[0]))
+                dates.append(np.datetime64(line[0][:19]))  # without an offset, +01:00
                 close.append([float(word or "nan") for word in line[1:]])
             except ValueError as error:
                 wish = "a row is a date, 2019-01-31, and a price of each stock, with commas between"
@@ -380,9 +389,14 @@ def _read_csv(path: Path) -> tuple[Any, Any, np.ndarray]:
 
 def _read_npz(path: Path) -> tuple[Any, Any, np.ndarray]:
     with np.load(path) as arrays:
+        if missing := {"close", "dates"} - set(arrays):
+            raise ValueError(f"it has no array {missing.pop()!r}, but {', '.join(arrays)}")
         close = arrays["close"].astype(np.float64)
-        names = arrays["names"] if "names" in arrays else range(close.shape[-1])
-        return arrays["dates"], names, close
+        try:
+            names = arrays["names"] if "names" in arrays else range(close.shape[-1])
+            return arrays["dates"], names, close
+        except ValueError as error:  # an array of Python objects, as pandas has them
+            raise ValueError(f"{error}; save names by .astype(str), dates as datetime64") from None
 
 
 def _read_parquet(path: Path) -> tuple[Any, Any, np.ndarray]:
@@ -391,6 +405,8 @@ def _read_parquet(path: Path) -> tuple[Any, Any, np.ndarray]:
     frame = pandas.read_parquet(path)
     if isinstance(frame.index, pandas.RangeIndex):
         frame = frame.set_index(frame.columns[0])
+    if getattr(frame.index, "tz", None) is not None:
+        frame.index = frame.index.tz_localize(None)  # local time, as in a .csv
     return frame.index.to_numpy(), list(frame.columns), frame.to_numpy(np.float64)
 
 
@@ -400,15 +416,18 @@ def _check(source: str, dates: np.ndarray, names: Any, close: np.ndarray) -> Non
         raise ValueError(
             f"{source}: prices of shape {close.shape} for {len(dates)} dates, {len(names)} stocks"
         )
-    columns = {str(name).lower() for name in names}
-    if "volume" in columns or {"open", "high", "low"} <= columns:
-        wish = "one of open, high, low and volume; each must be a stock's closing prices"
+    columns = {str(name).strip().lower() for name in names}
+    if columns & {"volume", "adj close"} or {"open", "high", "low"} <= columns:
+        wish = "one of open, high, low, adj close and volume; each must be a stock's closing prices"
         raise ValueError(f"{source}: a column is {wish}")
+    if "" in columns or len(set(map(str, names))) < len(names):
+        raise ValueError(f"{source}: a column has no name, or two have the same one")
     order = np.diff(dates) <= np.timedelta64(0)
     bad = ~(np.isfinite(close) & (close > 0))
     if np.isnat(dates).any():
         row, what = int(np.isnat(dates).argmax()), "the date is missing"
-    elif (no_year := dates >= np.datetime64("10000")).any():  # 20220101, or seconds since 1970
+    elif (no_year := (dates >= np.datetime64("10000")) | (dates < np.datetime64("1600"))).any():
+        # 20220101, seconds since 1970, or the number of the row
         row, what = int(no_year.argmax()), "the date is not written as 2019-01-31"
     elif order.any():
         row = int(order.argmax()) + 1
@@ -417,7 +436,8 @@ def _check(source: str, dates: np.ndarray, names: Any, close: np.ndarray) -> Non
         row, stock = (int(x) for x in np.argwhere(bad)[0])
         price = close[row, stock]
         what = "is missing" if np.isnan(price) else f"is {price}"
-        what = f"the price of {names[stock]} on {dates[row]} {what}; it must be above 0"
+        what = f"the price of {names[stock]} on {dates[row]} {what}; it must be above 0 (a stock "
+        what += "that came later is left out, or the data begin with it)"
     else:
         return
     raise ValueError(f"{source}, row {row + 1} of the data: {what}")
@@ -439,6 +459,19 @@ def _say_doubts(source: str, dates: np.ndarray, names: Any, close: np.ndarray) -
     if days.max(initial=0.0) > LONGEST_HOLIDAY:
         between = " and ".join(map(str, dates[days.argmax() :][:2]))
         print(f"{source}: there are no prices between {between}", file=sys.stderr)
+
+
+@functools.cache
+def _say_few(data: str, seed: int, capital: float) -> None:
+    """A line on the terminal where orders of whole shares have too few values to choose from."""
+    market = load_market(data, seed)
+    most = capital / len(market.names) / market.close[-1]
+    if most.min() < 10 and multiprocessing.parent_process() is None:
+        few = f"{max(most.min(), 1):.0f} shares of {market.names[most.argmin()]}"
+        advice = "actions=weights trades parts of shares"
+        print(
+            f"{data}: with capital={capital:g} an order is at most {few}; {advice}", file=sys.stderr
+        )
 
 
 def random_walk(dates: np.ndarray, stocks: int, seed: int) -> Market:
