@@ -22,8 +22,6 @@ from tqdm import tqdm
 import vec_envs
 from vec_envs.core import ContractError, available_cores
 
-STAMP = "%Y%m%d-%H%M%S"  # of a run folder's default name
-
 
 class UserError(Exception):
     """What went wrong, in one sentence; a script prints it without a traceback."""
@@ -152,12 +150,9 @@ def resolve(args: RunArgs, script: str, limits: dict[str, tuple]) -> RunArgs:
         args.env_device = "cpu"
     if args.num_workers > args.num_envs:
         raise UserError(f"--num-workers is {args.num_workers}, but --num-envs is {args.num_envs}")
-    args.run_dir = args.run_dir or default_run_dir(args, script, time.strftime(STAMP))
+    env, stamp = re.sub("[:/]", "-", args.env), time.strftime("%Y%m%d-%H%M%S")
+    args.run_dir = args.run_dir or f"runs/{env}__{script}__{args.seed}__{stamp}"
     return args
-
-
-def default_run_dir(args: RunArgs, script: str, stamp: str) -> str:
-    return f"runs/{re.sub('[:/]', '-', args.env)}__{script}__{args.seed}__{stamp}"
 
 
 def learners_share(args: RunArgs, rank: int, learners: int, limits: dict[str, tuple]) -> RunArgs:

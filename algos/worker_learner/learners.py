@@ -14,7 +14,6 @@ import importlib
 import itertools
 import os
 import re
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,10 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
-from algos.worker_learner.arguments import STAMP, RunArgs, UserError, default_run_dir
+from algos.worker_learner.arguments import RunArgs, UserError
 
-_RUNS = itertools.count()  # of this process: torchrun starts it again with the same numbers
-_JOINS = itertools.count()  # the process groups that it has had
+_JOINS = itertools.count()  # the process groups that this process has had
 
 # What gloo, nccl and the store say when another process is gone or out of reach.
 GONE = r"[Cc]onnection|by peer|[Tt]imed? ?out|[Bb]roken pipe|[Ss]ocket|remote process"
@@ -123,21 +121,18 @@ def leave_learners() -> None:
         distributed.destroy_process_group()
 
 
-def restarted_args(args: RunArgs, script: str) -> RunArgs:
+def restarted_args(args: RunArgs) -> RunArgs:
     """What a learner goes on with that torchrun started: again, or on a node that joined.
 
-    The command is the same each time: where its run folder holds a run, that is resumed. The time
-    in a folder's default name is that of the first start, which torchrun's store remembers.
+    The command is the same each time: where its run folder holds a run, that is resumed.
     """
-    args, run = copy.copy(args), next(_RUNS)
     if args.resume:
         return args
-    if not args.run_dir:
-        if (store := _engines_store()) is None:
-            raise UserError("--run-dir is empty; learners that are started again need to know it")
-        stamp = store.compare_set(f"crane_rl/{run}", "", time.strftime(STAMP)).decode()
-        args.run_dir = default_run_dir(args, script, stamp)
-    args.resume = args.run_dir if from_learner_0(Path(args.run_dir, "args.json").exists()) else ""
+    if args.run_dir:
+        args, found = copy.copy(args), Path(args.run_dir, "args.json").exists()
+        args.resume = args.run_dir if from_learner_0(found) else ""
+    elif os.environ["TORCHELASTIC_MAX_RESTARTS"] != "0" or _engines_store() is None:
+        raise UserError("--run-dir is empty; learners that are started again need to know it")
     return args
 
 

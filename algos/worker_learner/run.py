@@ -56,12 +56,13 @@ class Run:
         self.script, self._path = Path(script).stem, Path(script)
         if learners.join_learners():
             die_with_parent()
-            args = learners.restarted_args(args, self.script)
+            args = learners.restarted_args(args)
         self.world_size = learners.world_size()
         self.rank = distributed.get_rank() if self.world_size > 1 else 0  # 0 prints, logs and saves
         self.resumed = bool(args.resume)
         args = arguments.saved_args(args, self.script) if self.resumed else args
         self._whole_args = args = arguments.resolve(args, self.script, limits)
+        args.run_dir = from_learner_0(args.run_dir)  # its default name has the time
         args.compile = engine.choose_compile(args, args.device, self.resumed, self.world_size)
         args.torch_threads = engine.choose_threads(args)
         self.args = args = arguments.learners_share(args, self.rank, self.world_size, limits)
