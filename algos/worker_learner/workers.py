@@ -24,7 +24,7 @@ from algos.worker_learner.arguments import RunArgs, UserError, warn
 from vec_envs.core import Elsewhere, available_cores, start_forkserver, unblock_signals
 
 MAX_RESTARTS = 3  # of a child process that dies, before the run gives up
-SILENT_SECONDS, AGAIN_SECONDS = 60, 300  # until a silent worker is named, and named again
+SILENT_SECONDS = 60  # until a silent worker is named, and named again
 LONGEST_EVALUATION = 20_000  # steps, for environments whose episodes need not end
 SHARED_MEMORY = "/dev/shm"
 
@@ -57,14 +57,12 @@ class Child:
 
     def answer(self, wait: float | None = None) -> Any:
         """Its answer, or None after `wait` seconds without one (default: as long as it lives)."""
-        silent = SILENT_SECONDS
         while True:
             try:
-                while not self.pipe.poll(silent if wait is None else wait):
+                while not self.pipe.poll(SILENT_SECONDS if wait is None else wait):
                     if wait is not None:
                         return None
-                    warn(f"{self.name} has not answered for {silent} s: does it hang?")
-                    silent = AGAIN_SECONDS
+                    warn(f"{self.name} has not answered for {SILENT_SECONDS} s: does it hang?")
                 answer = self.pipe.recv()
                 break
             except (EOFError, OSError):
