@@ -13,7 +13,6 @@ command holds a run already, that run goes on: a segment may be killed and start
 """
 
 import contextlib
-import ctypes
 import os
 import shutil
 import signal
@@ -41,8 +40,6 @@ def launch(words: list[str], output: str, **variables: str) -> subprocess.Popen:
         alone = ["sh", "-c", '[ "$PPID" -eq "$0" ] && exec "$@"', str(os.getpid())]
         guard = ["setpriv", "--pdeathsig", "KILL", *alone]
     options = {"stdin": subprocess.DEVNULL, "start_new_session": True}
-    if sys.platform == "linux" and not guard:  # slow where much memory is in use: it forks
-        options["preexec_fn"] = lambda: ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     with open(os.path.join(os.path.dirname(output), "host"), "w") as file:
         file.write(f"{socket.gethostname()}\n")
     if "--run-dir" in words:
