@@ -23,6 +23,7 @@ from torch import Tensor, distributed, nn
 
 from algos.worker_learner.arguments import RunArgs, UserError
 
+SHARES_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # torchrun's own, which outlives the learners
 _JOINS = itertools.count()  # the process groups that this process has had
 
 # What gloo, nccl and the store say when another process is gone or out of reach.
@@ -97,22 +98,23 @@ def join_learners() -> bool:
     """Become one of torchrun's learners; False without torchrun."""
     if not distributed.is_torchelastic_launched() or distributed.is_initialized():
         return distributed.is_initialized()
-    variables, where = os.environ, {}
-    if (store := _engines_store()) is not None:
+    variables, start = os.environ, ""
+    if variables[SHARES_STORE] == "True":
         # What the dead have left there must not be read again. Each node counts its own restarts.
         if variables["GROUP_WORLD_SIZE"] != "1" and variables["TORCHELASTIC_MAX_RESTARTS"] != "0":
             needed = "the environment variable TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
             raise UserError(
                 f"--max-restarts is set, on several nodes; torchrun then needs {needed}"
             )
-        start = f"start {variables['TORCHELASTIC_RESTART_COUNT']}.{next(_JOINS)}"
-        where = {"store": distributed.PrefixStore(start, store)}
-        where |= {"rank": int(variables["RANK"]), "world_size": int(variables["WORLD_SIZE"])}
+        start = variables["TORCHELASTIC_RESTART_COUNT"]
+    store, rank, size = next(distributed.rendezvous("env://"))
+    store = distributed.PrefixStore(f"start {start}.{next(_JOINS)}", store)
     # Adam imports this. Imported later it keeps the process group, whose threads, still there when
     # Python ends, then abort the learner now and then ("terminate called without ...").
     importlib.import_module("torch._dynamo")
     cuda = torch.cuda.is_available() and distributed.is_nccl_available()
-    distributed.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", **where)
+    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    distributed.init_process_group(backend, store=store, rank=rank, world_size=size)
     return True
 
 
@@ -131,17 +133,9 @@ def restarted_args(args: RunArgs) -> RunArgs:
     if args.run_dir:
         args, found = copy.copy(args), Path(args.run_dir, "args.json").exists()
         args.resume = args.run_dir if from_learner_0(found) else ""
-    elif os.environ["TORCHELASTIC_MAX_RESTARTS"] != "0" or _engines_store() is None:
+    elif os.environ["TORCHELASTIC_MAX_RESTARTS"] != "0" or os.environ[SHARES_STORE] != "True":
         raise UserError("--run-dir is empty; learners that are started again need to know it")
     return args
-
-
-def _engines_store() -> distributed.Store | None:
-    """torchrun's own store, where it has one: it outlives the learners."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return None
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return distributed.TCPStore(address, port, is_master=False)
 
 
 def largest_over_learners(value: int) -> int:
