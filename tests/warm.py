@@ -98,7 +98,8 @@ def _become(streams: list[int], command: list, cwd: str, environment: dict, new_
     sys.orig_argv = [sys.executable, *command]
     script, *_ = sys.argv = command
     folders = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
-    sys.path[:1] = [os.path.dirname(os.path.abspath(script)), *folders]
+    # ROOT, before an editable installation of another clone.
+    sys.path[:1] = [os.path.dirname(os.path.abspath(script)), *folders, str(ROOT)]
     util.spawnv_passfds = _fork_and_execute
     sys.modules.pop("sitecustomize", None)  # Debian's Python has one, too
     with contextlib.suppress(ImportError):

@@ -50,6 +50,7 @@ terminated, truncated and the statistics stay (N,); `episode_return` sums over t
 
 import os
 import signal
+import sys
 from multiprocessing import forkserver, resource_tracker
 from typing import Any
 
@@ -76,6 +77,7 @@ def start_forkserver() -> None:
     It imports torch once for all of them; otherwise each would need seconds and memory for it.
     Signals to a whole process group are blocked in it, and in a child until `unblock_signals`.
     """
+    vars(sys.modules["__main__"]).setdefault("__spec__", None)  # pdb before Python 3.13 has none
     forkserver.set_forkserver_preload(["torch", "gymnasium", "tyro"])
     resource_tracker.ensure_running()  # it would be started below, and unblock the signals
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)

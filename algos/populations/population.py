@@ -115,7 +115,7 @@ class Population:
         for name in [name for name in now if before.get(name) != now[name]]:
             what = {"program": "the program", "words": "what follows --"}.get(name, flag(name))
             was = f"{before.get(name)} when {self.root} began and is now {now[name]}"
-            raise UserError(f"{what} was {was}; keep it, or name another --root")
+            raise UserError(f"{what} was {was}; keep it, name another --root or delete it")
 
     def cannot_write(self, error: OSError) -> UserError:
         why = f"{error.strerror or error}" + f" ({error.filename})" * bool(error.filename)

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import re
 import shlex
@@ -12,6 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, Literal
 
@@ -133,6 +135,9 @@ def resolve(args: RunArgs, script: str, limits: dict[str, tuple]) -> RunArgs:
     if args.total_steps < (warmup := getattr(args, "warmup_steps", 0)):
         least = f"at least --warmup-steps, {warmup}, before which nothing is learned"
         raise UserError(f"--total-steps is {args.total_steps}; allowed is {least}")
+    if getattr(args, "batch_size", 0) > (size := getattr(args, "buffer_size", math.inf)):
+        most = f"allowed is at most --buffer-size, {size}"
+        raise UserError(f"--batch-size is {args.batch_size}; {most}")
     if args.env_device == "cuda" and args.num_workers:
         raise UserError("--env-device is cuda, but --num-workers simulate on the CPU; omit one")
     for name, other in (("device", "auto"), ("env_device", "same")):
@@ -207,14 +212,14 @@ def parse(args_class: type[RunArgs], tuned: dict[str, dict[str, Any]]) -> RunArg
     Flags that are given win over the table. A resumed run takes its arguments from its folder.
     """
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    first.add_argument("--env", default=args_class.env)
-    first.add_argument("--resume")
+    first.add_argument("--env", nargs="?", default=args_class.env)
+    first.add_argument("--resume", nargs="?")
     given, _ = first.parse_known_args()
-    own = {} if given.resume else tuned.get(vec_envs.base_name(given.env), {})
+    own = {} if given.resume else tuned.get(vec_envs.base_name(given.env or ""), {})
     sys.excepthook = say_in_one_sentence
     text = f"{args_class.__doc__} The defaults shown are those for --env {given.env}."
     words = [
-        re.sub(r"(^|=)(\d+\.?\d*e\+?\d)$", lambda x: f"{x[1]}{float(x[2]):.15g}", word)
+        re.sub(r"(^|=)(\d+\.?\d*e\+?\d\d?)$", lambda x: f"{x[1]}{Decimal(x[2]):f}", word)
         for word in sys.argv[1:]  # 2.5e6 is a whole number, too
     ]
     args = tyro.cli(args_class, args=words, default=args_class(**own), description=text)
@@ -236,7 +241,7 @@ def say_in_one_sentence(kind: type[BaseException], error: BaseException, trace: 
         asked = re.search(r"ried to allocate ([\d.]+ \w+)", str(error))
         needed = f" for {asked[1]} more" if asked else ""
         advice = "choose smaller sizes: networks, batches, --num-envs, --num-steps"
-        print(f"Not enough memory{needed}; {advice}", file=sys.stderr)
+        tqdm.write(f"Not enough memory{needed}; {advice}", file=sys.stderr)  # below the bar
     else:
         sys.__excepthook__(kind, error, trace)
 

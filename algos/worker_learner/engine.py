@@ -3,9 +3,11 @@ on a GPU random numbers. CUDA graphs round learning rates to 32 bits."""
 
 import contextlib
 import ctypes
+import inspect
 import os
 import re
 import shutil
+import sys
 import sysconfig
 import timeit
 from collections.abc import Callable, Iterator
@@ -104,6 +106,16 @@ def prepare(args: Any, world_size: int) -> None:
         mallopt, trim_threshold, mmap_threshold = ctypes.CDLL(None).mallopt, -1, -3
         mallopt(mmap_threshold, 32 << 20)  # bytes, the most that is allowed
         mallopt(trim_threshold, 256 << 20)
+
+
+def unless_debugged(how: str, update: Callable) -> str:
+    """`how`, or "none" where a debugger is to stop in the script: it cannot in what is compiled."""
+    monitoring = getattr(sys, "monitoring", None)  # from Python 3.12 on
+    if sys.gettrace() or (monitoring and monitoring.get_tool(monitoring.DEBUGGER_ID)):
+        return "none"
+    with contextlib.suppress(OSError, TypeError):  # no file: a notebook's cell
+        return "none" if "breakpoint()" in inspect.getsource(inspect.getmodule(update)) else how
+    return how
 
 
 def fits(how: str, state: dict[str, Any]) -> bool:

@@ -21,6 +21,13 @@ _LOCKS: dict[Path, int] = {}  # folders in which this process trains -> the hand
 _WARNED: set[str] = set()  # what could not be written the last time
 
 
+def check_unused(folder: Path) -> None:
+    """UserError where there is a run in it, or in a folder of it."""
+    for found in (*folder.glob("args.json"), *folder.glob("*/args.json")):
+        advice = f"resume it (--resume {found.parent}) or name another folder"
+        raise UserError(f"--run-dir {folder} holds a run already; {advice}")
+
+
 def lock(folder: Path) -> None:
     """UserError while another process trains in the folder. A lock ends with its process."""
     if folder.resolve() in _LOCKS:  # by a run of this process that raised

@@ -36,7 +36,7 @@ class ReplayBuffer:
         if self.capacity_rows < max(num_steps, self.n_step):
             least = max(num_steps, self.n_step) * self.num_envs * learners
             why = "--num-envs times --num-steps" + " or --n-step" * hasattr(run.args, "n_step")
-            run.fail(f"{flag} is {capacity}; allowed is at least {least}, {why}")
+            run.fail(f"{flag} is {capacity}; allowed is at least {least}, {why}, or less of these")
         size = self.capacity_rows * self.num_envs  # of this learner
         stored = {k: x for k, x in rollout.items() if not k.startswith("episode_")}
         needed = sum(x[0, 0].numel() * x.element_size() for x in stored.values())

@@ -129,6 +129,7 @@ class Run:
 
     def compile(self, update: Callable, period: int = 1) -> Callable:
         """`update`, as a graph where --compile says so: numbers stay in it, tensors may change."""
+        self.args.compile = engine.unless_debugged(self.args.compile, update)
         make = {"default": engine.compiled, "graphs": engine.captured}.get(self.args.compile)
         return make(update, period, self.args) if make else update
 
@@ -325,9 +326,8 @@ class Run:
     # Files.
 
     def _open_files(self, pending: set[int]) -> None:
-        if not self.resumed and (self.dir / "args.json").exists():
-            advice = f"resume it (--resume {self.dir}) or name another folder"
-            raise UserError(f"--run-dir {self.dir} holds a run already; {advice}")
+        if not self.resumed:
+            files.check_unused(self.dir)
         content = {"script": self.script, "args": dataclasses.asdict(self._whole_args)}
         save(json.dumps(content, indent=2) + "\n", self.dir / "args.json")
         if self.step >= self.args.total_steps:

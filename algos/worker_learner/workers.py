@@ -71,6 +71,8 @@ class Child:
                 code = self.process.exitcode
                 if self.restarts == MAX_RESTARTS:
                     died = f"process died {MAX_RESTARTS + 1} times (exit code {code})"
+                    if code == 1:  # it could not import the program again
+                        died += "; does your program call train under if __name__ == '__main__'?"
                     raise UserError(f"{self.name} {died}") from None
                 self.restarts += 1
                 if code != -signal.SIGTERM:  # which a whole group gets, when the run is to stop
