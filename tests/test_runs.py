@@ -1223,7 +1223,6 @@ def test_bad_input_is_one_sentence(stopped, tmp_path):
         ("--learning-rate -1", "--learning-rate", "-1"),
         ("--num-envs -1", "--num-envs", "-1"),
         ("--num-workers 100 --num-envs 4", "--num-workers", "100", "--num-envs", "4"),
-        ("--env-device cuda --num-workers 2", "--env-device", "--num-workers"),
         ("--compile graphs --device cpu", "--compile", "graphs", "auto"),
         ("--env Hoper", "--env", "Hoper", "Hopper"),
         ("--env nopackage:Env-v0", "--env", "nopackage"),
@@ -1258,7 +1257,6 @@ def test_bad_input_is_one_sentence(stopped, tmp_path):
     ]
     if not torch.cuda.is_available():
         cases.append(("--device cuda", "--device", "cuda", "cpu"))
-        cases.append(("--env-device cuda", "--env-device", "cuda", "same"))
     empty = tmp_path / "empty"
     empty.mkdir()
     before = {path.name: hashes(path) for path in tmp_path.iterdir() if path.is_dir()}

@@ -56,7 +56,7 @@ class RunArgs:
     """steps between checkpoints (one is also saved ten minutes after the last)"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """where networks and simulation run (auto: the GPU where there is one)"""
-    env_device: Literal["same", "cpu", "cuda"] = "same"
+    env_device: Literal["same", "cpu"] = "same"
     """where environments are simulated (same: with the networks, if possible; workers: CPU)"""
     num_workers: int = 0
     """processes that collect (0: only this one, which suits GPU and MuJoCo environments)"""
@@ -138,19 +138,16 @@ def resolve(args: RunArgs, script: str, limits: dict[str, tuple]) -> RunArgs:
     if getattr(args, "batch_size", 0) > (size := getattr(args, "buffer_size", math.inf)):
         most = f"allowed is at most --buffer-size, {size}"
         raise UserError(f"--batch-size is {args.batch_size}; {most}")
-    if args.env_device == "cuda" and args.num_workers:
-        raise UserError("--env-device is cuda, but --num-workers simulate on the CPU; omit one")
-    for name, other in (("device", "auto"), ("env_device", "same")):
-        if (value := getattr(args, name)) not in ("cpu", other) and not gpu:
-            advice = f"for a new run use cpu or {other}"
-            raise UserError(f"{flag(name)} is {value}, but torch finds no CUDA device; {advice}")
+    if args.device not in ("cpu", "auto") and not gpu:
+        advice = "for a new run use cpu or auto"
+        raise UserError(f"--device is {args.device}, but torch finds no CUDA device; {advice}")
     if args.device == "auto":
         args.device = "cuda" if gpu else "cpu"
     if not args.num_envs:
-        where = args.device if args.env_device == "same" else args.env_device
+        here = (args.device, args.env_device, args.num_workers) == ("cuda", "same", 0)
         enough = args.total_steps >= 100 * 4096 * getattr(args, "num_steps", 1)
-        many = where == "cuda" and vec_envs.simulates_on_gpu(args.env, 4096) and enough
-        args.num_envs = 4096 if many and not args.num_workers else 64
+        many = here and enough and vec_envs.simulates_on_gpu(args.env, 4096)
+        args.num_envs = 4096 if many else 64
     if args.env_device == "same" and not vec_envs.simulates_on_gpu(args.env, args.num_envs):
         args.env_device = "cpu"
     if args.num_workers > args.num_envs:
