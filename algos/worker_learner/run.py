@@ -379,7 +379,6 @@ class Run:
             self._put_back(state, content, now)
             if now:
                 torch.manual_seed(self.args.seed + self.step)
-                self._state["workers"].go_on = False
                 why = f"{now['world_size']} learner(s) saved, now there are {self.world_size}"
                 tell(f"Not exact: {why}, or a file is missing. Replay buffers start empty.")
             return saved["pending_evaluations"] if saved and self.rank == 0 else []

@@ -156,7 +156,7 @@ class Workers:
         self.action_space = self.envs.single_action_space
         _check_actions(args.env, self.action_space, actions, multi_agent)
         self.exact_resume = here and device.type == "cpu" and self.envs.exact_resume
-        self.go_on = True  # with the episodes that were saved
+        self.go_on = False  # with the episodes that were saved
         if here and device.type != run.device.type:
             self.envs = Elsewhere(self.envs, run.device)
 
