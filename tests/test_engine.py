@@ -2,6 +2,7 @@
 
 import itertools
 import shutil
+import sys
 import sysconfig
 import time
 
@@ -54,6 +55,19 @@ def test_auto_compiles_where_it_pays(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: None)
     assert engine.choose_compile(sac.Args(num_envs=4), "cpu", False) == "none"
     assert engine.choose_compile(sac.Args(compile="graphs"), "cuda", False) == "graphs"
+
+
+def test_nothing_is_compiled_where_a_debugger_is_to_stop(monkeypatch):
+    def update():
+        return 0
+
+    assert engine.unless_debugged("default", sac.update) == "default"
+    assert engine.unless_debugged("graphs", update) == "none"  # here is a word: breakpoint()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "gettrace", lambda: print)
+        assert engine.unless_debugged("default", sac.update) == "none"
+    exec("def cell(): pass", spaces := {"__name__": "nowhere"})
+    assert engine.unless_debugged("default", spaces["cell"]) == "default"
 
 
 def test_which_optimizers_are_compiled():

@@ -18,9 +18,10 @@ DEMO = ROOT / "algos" / "demo"
 
 # Python imports this file at its start: a process forgets where this project is installed, and
 # finds of it what lies on PYTHONPATH, if anything.
-FORGET_THE_INSTALLED = """
+FORGET_THE_INSTALLED = f"""
 import sys
 sys.meta_path = [finder for finder in sys.meta_path if "editable" not in repr(finder).lower()]
+sys.path = [folder for folder in sys.path if folder != {str(ROOT)!r}]
 """
 
 
@@ -138,3 +139,15 @@ def test_a_wheel_has_everything(alone, tmp_path_factory):
     assert "usage: algos/ppo.py" in python(alone, "algos/ppo.py", "--help")
     scores = json.loads(python(alone, "algos/play.py", "demo", "--json", "--episodes", "3"))
     assert scores["return_mean"] > 2000
+
+
+def test_a_debugger_stops_in_a_loss(tmp_path):
+    """In a run that would be compiled, and on Python 3.11, where pdb's `__main__` has no spec."""
+    words = ["-m", "pdb", "algos/ppo.py", "--env", "CartPole", "--total-steps", "1000000"]
+    words += ["--run-dir", str(tmp_path / "run")]
+    asked = "b ppo_loss\nc\nn\np policy\np agent.actor[0].weight.grad is None\nq\n"
+    done = subprocess.run(
+        [sys.executable, *words], cwd=ROOT, input=asked, capture_output=True, text=True
+    )
+    assert "not compiled" in done.stdout and "Categorical(" in done.stdout, done.stderr
+    assert "Error" not in done.stderr

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from algos.worker_learner import ReplayBuffer, UserError
+from algos import sac
+from algos.worker_learner import ReplayBuffer, UserError, arguments
 from algos.worker_learner import replay as replay_module
 
 CPU = torch.device("cpu")
@@ -263,6 +264,12 @@ def test_without_save_replay_nothing_is_saved_and_a_resumed_run_says_so(capsys):
     assert replay.state_dict() == {}
     replay.load_state_dict({})
     assert "--no-save-replay" in capsys.readouterr().out
+
+
+def test_a_batch_is_no_larger_than_the_buffer():
+    args = sac.Args(batch_size=300, buffer_size=256, run_dir="run")
+    with pytest.raises(UserError, match="--batch-size is 300; allowed is at most --buffer-size"):
+        arguments.resolve(args, "sac", arguments.RUN_LIMITS)
 
 
 def test_too_large_a_buffer_is_an_error_that_names_the_size(monkeypatch):

@@ -4,7 +4,6 @@ import argparse
 import contextlib
 import dataclasses
 import json
-import math
 import os
 import re
 import shlex
@@ -135,9 +134,8 @@ def resolve(args: RunArgs, script: str, limits: dict[str, tuple]) -> RunArgs:
     if args.total_steps < (warmup := getattr(args, "warmup_steps", 0)):
         least = f"at least --warmup-steps, {warmup}, before which nothing is learned"
         raise UserError(f"--total-steps is {args.total_steps}; allowed is {least}")
-    if getattr(args, "batch_size", 0) > (size := getattr(args, "buffer_size", math.inf)):
-        most = f"allowed is at most --buffer-size, {size}"
-        raise UserError(f"--batch-size is {args.batch_size}; {most}")
+    if (size := getattr(args, "batch_size", 0)) > getattr(args, "buffer_size", size):
+        raise UserError(f"--batch-size is {size}; allowed is at most --buffer-size, which is less")
     if args.device not in ("cpu", "auto") and not gpu:
         advice = "for a new run use cpu or auto"
         raise UserError(f"--device is {args.device}, but torch finds no CUDA device; {advice}")
