@@ -115,7 +115,7 @@ class Agent(nn.Module):
         self.normalizer = Normalizer(obs_dim)
         self.q_network = QNetwork(obs_dim, args.hidden_size, self.num_actions)
         self.exploration_length = args.exploration_length
-        self.register_buffer("epsilon", torch.tensor(1.0))  # a buffer: workers see it change
+        self.register_buffer("epsilon", torch.tensor(1.0))  # a tensor: worker processes share it
 
     def forward(self, obs: Tensor) -> Tensor:
         return self.q_network(self.normalizer(obs)).argmax(-1)

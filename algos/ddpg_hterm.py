@@ -120,7 +120,7 @@ class Agent(nn.Module):
         self.actor = Actor(obs_dim, act_dim, args.hidden_size)
         self.critic = Critic(obs_dim, act_dim, args.hidden_size)
         self.exploration_noise = args.exploration_noise
-        self.register_buffer("warm_up", torch.tensor(True))  # a buffer: workers see it change
+        self.register_buffer("warm_up", torch.tensor(True))  # a tensor: worker processes share it
         low, high = torch.tensor(action_space.low), torch.tensor(action_space.high)
         self.register_buffer("action_center", (high + low) / 2)
         self.register_buffer("action_scale", (high - low) / 2)

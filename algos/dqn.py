@@ -99,7 +99,7 @@ class Agent(nn.Module):
         obs_dim, self.num_actions = observation_space.shape[0], int(action_space.n)
         self.normalizer = Normalizer(obs_dim)
         self.q_network = mlp(obs_dim, args.hidden_size, self.num_actions)
-        self.register_buffer("epsilon", torch.tensor(1.0))  # a buffer: workers see it change
+        self.register_buffer("epsilon", torch.tensor(1.0))  # a tensor: worker processes share it
 
     def forward(self, obs: Tensor) -> Tensor:
         return self.q_network(self.normalizer(obs)).argmax(-1)

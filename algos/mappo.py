@@ -261,7 +261,7 @@ def update(agent: Agent, optimizer, rollout, learn, args: Args) -> dict[str, Ten
     logged = []
     for _ in range(args.epochs):  # no minibatches: an epoch is one step along the whole gradient
         losses = learn(agent, optimizer, batch, args)  # `gradient_step`, perhaps compiled
-        logged.append(torch.stack([*losses.values()]).detach())  # a graph overwrites them
+        logged.append(torch.stack([*losses.values()]).detach())  # a copy: graphs overwrite them
     agent.normalizer.update(rollout["obs"].flatten(-2))  # last, so that all saw one normaliser
     agent.state_normalizer.update(rollout["state"])
     unexplained = batch["advantage"].var(correction=0)  # R − V_old = Â

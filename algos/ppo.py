@@ -252,7 +252,7 @@ def update(agent: Agent, optimizer, rollout, learn, args: Args) -> dict[str, Ten
                 continue
             minibatch = {name: x[index] for name, x in batch.items()}
             losses = learn(agent, optimizer, minibatch, args)  # `gradient_step`, perhaps compiled
-            logged.append(torch.stack([*losses.values()]).detach())  # a graph overwrites them
+            logged.append(torch.stack([*losses.values()]).detach())  # a copy: graphs overwrite them
         if args.target_kl > 0:
             adapt_learning_rate(optimizer, mean_over_learners(losses["approx_kl"]), args)
     agent.normalizer.update(rollout["obs"])  # last, so that all of the above saw one normaliser

@@ -253,7 +253,7 @@ def update(agent: Agent, optimizer, rollout, memory, learn, args: Args) -> dict[
                 drawn = torch.randint(len(past["obs"]), (half,), device=device)
                 past_minibatch = {name: x[drawn] for name, x in past.items()}
             losses = learn(agent, optimizer, minibatch, past_minibatch, args)  # `gradient_step`
-            logged.append(torch.stack([*losses.values()]).detach())  # a graph overwrites them
+            logged.append(torch.stack([*losses.values()]).detach())  # a copy: graphs overwrite them
         if args.target_kl > 0:
             adapt_learning_rate(optimizer, mean_over_learners(losses["approx_kl"]), args)
     agent.normalizer.update(rollout["obs"])  # last, so that all of the above saw one normaliser

@@ -93,7 +93,7 @@ class Agent(nn.Module):
         obs_dim, self.num_actions = observation_space.shape[0], int(action_space.n)
         self.normalizer = Normalizer(obs_dim)
         self.q_network = mlp(obs_dim, args.hidden_size, self.num_actions)
-        self.register_buffer("epsilon", torch.tensor(1.0))  # a buffer: workers see it change
+        self.register_buffer("epsilon", torch.tensor(1.0))  # a tensor: worker processes share it
 
     def forward(self, obs: Tensor) -> Tensor:
         return self.q_network(self.normalizer(obs)).argmax(-1)
@@ -179,7 +179,7 @@ def update(agent: Agent, optimizer, rollout, learn, args: Args) -> dict[str, Ten
         for index in torch.randperm(size, device=device).split(args.minibatch_size):
             minibatch = {name: x[index] for name, x in batch.items()}
             losses = learn(agent, optimizer, minibatch, args)  # `gradient_step`, perhaps compiled
-            logged.append(torch.stack([*losses.values()]).detach())  # a graph overwrites them
+            logged.append(torch.stack([*losses.values()]).detach())  # a copy: graphs overwrite them
     agent.normalizer.update(rollout["obs"])  # last, so that all of the above saw one normaliser
     return dict(zip(losses, torch.stack(logged).mean(0), strict=True))
 

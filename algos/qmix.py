@@ -129,7 +129,7 @@ class Agent(nn.Module):
         self.mixer = Mixer(agents, envs.state_dim, args.mixing_size)
         self.register_buffer("agent_id", torch.eye(agents))
         self.register_buffer("action_mask", envs.action_mask.clone())  # (A, num_actions)
-        self.register_buffer("epsilon", torch.tensor(1.0))  # a buffer: workers see it change
+        self.register_buffer("epsilon", torch.tensor(1.0))  # a tensor: worker processes share it
 
     def forward(self, obs: Tensor) -> Tensor:
         return self.values(obs).argmax(-1)

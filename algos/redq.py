@@ -157,7 +157,7 @@ class Agent(nn.Module):
         self.critics = Critics(args.ensemble_size, obs_dim, act_dim, args.hidden_size)
         self.log_temperature = nn.Parameter(torch.zeros(()))  # log α
         self.target_entropy = -act_dim if args.target_entropy is None else args.target_entropy
-        self.register_buffer("warm_up", torch.tensor(True))  # a buffer: workers see it change
+        self.register_buffer("warm_up", torch.tensor(True))  # a tensor: worker processes share it
         low, high = torch.tensor(action_space.low), torch.tensor(action_space.high)
         self.register_buffer("action_center", (high + low) / 2)
         self.register_buffer("action_scale", (high - low) / 2)

@@ -133,7 +133,7 @@ class Agent(nn.Module):
         self.critics = Critics(obs_dim, act_dim, args.hidden_size)
         self.log_temperature = nn.Parameter(torch.zeros(()))  # log α
         self.target_entropy = -act_dim
-        self.register_buffer("warm_up", torch.tensor(True))  # a buffer: workers see it change
+        self.register_buffer("warm_up", torch.tensor(True))  # a tensor: worker processes share it
         low, high = torch.tensor(action_space.low), torch.tensor(action_space.high)
         self.register_buffer("action_center", (high + low) / 2)
         self.register_buffer("action_scale", (high - low) / 2)

@@ -106,7 +106,7 @@ class Agent(nn.Module):
         self.network = mlp(obs_dim + agents, args.hidden_size, num_actions)
         self.register_buffer("agent_id", torch.eye(agents))
         self.register_buffer("action_mask", envs.action_mask.clone())  # (A, num_actions)
-        self.register_buffer("epsilon", torch.tensor(1.0))  # a buffer: workers see it change
+        self.register_buffer("epsilon", torch.tensor(1.0))  # a tensor: worker processes share it
         self.register_buffer("lowering_weight", torch.tensor(args.lowering_weight))  # α
 
     def forward(self, obs: Tensor) -> Tensor:

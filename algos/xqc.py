@@ -156,7 +156,7 @@ class Agent(nn.Module):
         self.reward_scaler = RewardScaler(args.num_envs, args.gamma)
         self.log_temperature = nn.Parameter(torch.tensor(0.01).log())  # log α
         self.target_entropy = -act_dim / 2
-        self.register_buffer("warm_up", torch.tensor(True))  # a buffer: workers see it change
+        self.register_buffer("warm_up", torch.tensor(True))  # a tensor: worker processes share it
         low, high = torch.tensor(action_space.low), torch.tensor(action_space.high)
         self.register_buffer("action_center", (high + low) / 2)
         self.register_buffer("action_scale", (high - low) / 2)

@@ -64,7 +64,7 @@ class RunArgs:
     torch_threads: int = 0
     """threads of torch on a CPU, at most (0: up to 8 if a measurement finds them faster)"""
     compile: Literal["auto", "none", "default", "graphs"] = "auto"
-    """default: torch.compile; auto: graphs (CUDA graphs) on a GPU, else default in a long run"""
+    """auto: graphs (CUDA graphs) on a GPU, default (torch.compile) in a long run on a CPU"""
 
 
 @dataclasses.dataclass
