@@ -189,6 +189,18 @@ def test_update_is_one_clipped_step_and_a_soft_update(module):
     assert logged["grad_norm"].item() == pytest.approx(norm)
 
 
+def test_a_step_of_pqn_is_clipped():
+    agent, args = make_agent(pqn, max_grad_norm=0.05)
+    pqn.q_loss(agent, random_batch())[0].backward()
+    ours, gradient = flat(agent), flat(agent, gradient=True)
+    norm = np.linalg.norm(gradient)
+    assert norm > 0.05
+    optimizer = torch.optim.SGD(agent.parameters(), 1.0)
+    logged = pqn.gradient_step(agent, optimizer, random_batch(), args)
+    np.testing.assert_allclose(flat(agent), ours - gradient * 0.05 / norm, atol=1e-6)
+    assert logged["grad_norm"].item() == pytest.approx(norm)
+
+
 def test_dueling_identity():
     """The mean of Q over the actions is V, and what is left is A without its mean."""
     agent, _ = make_agent(d3qn)
@@ -500,6 +512,27 @@ def test_actions_of_discrete_sac_are_repeated(length, ends):
             assert len(error) > 500
             assert error.mean().abs() < 6 * 0.5 / len(error) ** 0.5
     assert length == 1 or ends or rho.mean() > 0.3
+
+
+@pytest.mark.parametrize("module", [pqn, dqn, d3qn, sac_discrete])
+def test_train_follows_the_schedule_and_normalises_what_it_saw(module, tmp_path, monkeypatch):
+    """ε or H̄ of each rollout; afterwards the normaliser has seen every observation once."""
+    used, seen = [], []
+
+    def watched(agent, envs, rollout, original=module.collect):
+        used.append((agent.target_entropy if module is sac_discrete else agent.epsilon).item())
+        original(agent, envs, rollout)
+        seen.append(rollout["obs"].clone())
+
+    monkeypatch.setattr(module, "collect", watched)
+    options = {"env": "CartPole", "num_steps": 5, "exploration_fraction": 0.5}
+    run_of(module, tmp_path / "run", total_steps=100, compile="none", **options)
+    args = module.Args(total_steps=100, exploration_fraction=0.5)
+    at = module.target_entropy_at if module is sac_discrete else module.epsilon_at
+    assert used == pytest.approx([at(step, args) for step in range(0, 100, 10)])
+    saved = torch.load(tmp_path / "run" / "last.pt", weights_only=True)["agent"]
+    torch.testing.assert_close(saved["normalizer.mean"], torch.cat(seen).flatten(0, 1).mean(0))
+    assert saved["normalizer.count"] == 100
 
 
 def test_worker_processes_see_epsilon():

@@ -57,7 +57,8 @@ def test_the_learning_rate_falls(module, target_kl, tmp_path, monkeypatch):
     if target_kl == 0:
         np.testing.assert_allclose(seen, 1 - np.arange(len(seen)) / len(seen), rtol=1e-6)
     else:
-        assert seen[-1] < 0.5  # each epoch moves the policy too far for such a target
+        # each of two epochs moves the policy too far for such a target; nothing else changes it
+        np.testing.assert_allclose(seen[:3], 1.5 ** (-2.0 * np.arange(3)), rtol=1e-6)
 
 
 def make_agent(**options):

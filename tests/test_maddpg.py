@@ -303,6 +303,20 @@ def test_who_moves_when(script, delay):
             torch.testing.assert_close(after[2], before[2].lerp(weights(agent), args.tau))
 
 
+@BOTH
+def test_steps_are_down_shortened_gradients(script):
+    """Of all critics together, and of all actors."""
+    options = {"policy_delay": 1} if script is matd3 else {}
+    agent, target, args = make_agents(script, max_grad_norm=1e-3, **options)
+    networks = agent.critics, agent.actors
+    optimizers = [torch.optim.SGD(network.parameters(), 1.0) for network in networks]
+    before = [[p.detach().clone() for p in network.parameters()] for network in networks]
+    script.update(agent, target, optimizers, random_batch(), *[0] * (script is matd3), args)
+    for network, old in zip(networks, before, strict=True):
+        step = [x - p for x, p in zip(old, network.parameters(), strict=True)]
+        assert torch.cat([x.flatten() for x in step]).norm().item() == pytest.approx(1e-3, rel=1e-2)
+
+
 # Runs.
 
 

@@ -194,6 +194,18 @@ def test_an_update_is_epochs_of_steps_on_the_whole_rollout():
         torch.testing.assert_close(normalizer.mean, x.mean(0))
 
 
+@pytest.mark.parametrize("max_norm", [1e-3, 1e3])
+def test_a_step_is_down_the_shortened_gradient(max_norm):
+    agent, args = make_agent(max_grad_norm=max_norm)
+    batch = mappo.prepare(agent, random_rollout(), args)
+    expected = gradient(agent, mappo.mappo_loss(agent, batch, args)[0])
+    before = torch.cat([p.detach().flatten() for p in agent.parameters()])
+    mappo.gradient_step(agent, torch.optim.SGD(agent.parameters(), 0.1), batch, args)
+    after = torch.cat([p.detach().flatten() for p in agent.parameters()])
+    step = 0.1 * expected * min(1, max_norm / expected.norm().item())
+    torch.testing.assert_close(before - after, step, rtol=1e-3, atol=1e-9)
+
+
 def test_the_critic_learns_normalised_returns():
     """Its output is regressed to returns with mean 0 and variance 1."""
     agent, args = make_agent()
@@ -233,6 +245,19 @@ def test_resume_is_bit_identical(tmp_path, monkeypatch):
     ours, theirs = both_checkpoints(mappo, tiny, 6, tmp_path, monkeypatch)
     for part in ("agent", "workers"):
         torch.testing.assert_close(ours[part], theirs[part], rtol=0, atol=0)
+
+
+def test_the_entropy_bonus_falls_to_zero(tmp_path, monkeypatch):
+    seen, update = [], mappo.update
+
+    def watched(agent, *given):
+        seen.append(agent.entropy_coef.item())
+        return update(agent, *given)
+
+    monkeypatch.setattr(mappo, "update", watched)
+    options = {**TINY, "env": "Spread", "total_steps": 500, "num_steps": 25, "entropy_coef": 0.1}
+    mappo.train(mappo.Args(**options, run_dir=str(tmp_path / "run")))
+    assert seen == pytest.approx([0.1, 0.08, 0.06, 0.04, 0.02])
 
 
 def test_workers_and_play(tmp_path, capsys):

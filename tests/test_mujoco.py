@@ -29,6 +29,10 @@ CASES = [
     *((name, options, options) for name, options in FULL.items()),
     ("Hopper", *2 * ({"healthy_z_range": (0.9, 1.5), "ctrl_cost_weight": 0.1},)),
     ("Ant", *2 * ({"contact_cost_weight": 0.0, **SLIM["Ant"], "healthy_z_range": (0.4, 1.0)},)),
+    (
+        "Humanoid",
+        *2 * ({**SLIM["Humanoid"], "contact_cost_weight": 1e-4, "contact_cost_range": (0.1, 0.5)},),
+    ),
     ("Walker2d", *2 * ({"terminate_when_unhealthy": False, "frame_skip": 2},)),
     ("Swimmer", *2 * ({"exclude_current_positions_from_observation": False},)),
 ]

@@ -645,6 +645,10 @@ def test_what_train_hands_on(script, tmp_path, monkeypatch):
     count = run_of(script, tmp_path / "run", **options, **small)
     assert made == [(3, True, 0.9)] and warm == [True] * 25 + [False] * 25
     assert told == [True] * count and 20 < count < 30
+    saved = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)
+    for name in {"critic_optimizer", "actor_optimizer"} & saved.keys():
+        expected = (0.5 if script is crossq else 0.9, 0.999)
+        assert saved[name]["param_groups"][0]["betas"] == expected
     assert betas[0] < 0.75 and betas == sorted(betas)
     assert betas[-1] == 0.4 + 0.6 * 98 / 100  # never above 1, however long a rollout is
 
@@ -682,6 +686,34 @@ def test_a_slow_run_is_saved_before_its_steps_say_so(seconds, tmp_path, monkeypa
         run_of(sac, tmp_path / "reference")
         names = "killed", "reference"
         assert_same(*(torch.load(tmp_path / n / "checkpoint.pt", weights_only=True) for n in names))
+
+
+def test_best_is_what_was_scored_best_also_before_a_resume(tmp_path, monkeypatch):
+    """With the weights that were scored, which are not those that learn when the score comes."""
+    scored = {}
+
+    class Late(NoEvaluator):
+        known = 0
+
+        def submit(self, step, weights):
+            scored[step] = {name: x.clone() for name, x in weights.items()}
+            self.pending.append((step, weights))
+
+        def results(self, wait=0.0):  # at the next call; each policy is worse than the one before
+            done, self.pending = self.pending[: self.known], self.pending[self.known :]
+            self.known = len(self.pending)
+            return [(step, weights, {"return": float(-step)}) for step, weights in done]
+
+    monkeypatch.setattr("algos.worker_learner.run.Evaluator", Late)
+    options = {k: v for k, v in TINY.items() if hasattr(ddpg.Args, k)}
+    options |= {"total_steps": 300, "eval_every": 100, "run_dir": str(tmp_path)}
+    with pytest.raises(SystemExit):
+        ddpg.train(ddpg.Args(**options, pause_at=150))
+    result = ddpg.train(ddpg.Args(resume=str(tmp_path)))
+    assert list(scored) == [100, 200, 300] and result.best_return == -100
+    best = torch.load(tmp_path / "best.pt", weights_only=True)
+    assert (best["step"], best["return"]) == (100, -100)
+    assert_same(best["agent"], scored[100])
 
 
 def test_without_the_replay_buffer_a_resumed_run_fills_it_anew(tmp_path, capsys):
@@ -726,6 +758,7 @@ def test_what_another_number_of_learners_saved(tmp_path, capsys):
     assert "Not exact: 2 learner(s) saved, now there are 1" in said
     for name in ("agent", "target", "critic_optimizer", "actor_optimizer"):
         assert_same(now[name], saved[name], name)
+    assert torch.initial_seed() == saved["run"]["step"]  # not the run's first numbers once more
     assert now["replay"]["rows"] == 0 < saved["replay"]["rows"]
     assert not torch.equal(now["workers"]["obs"], saved["workers"]["obs"])
 

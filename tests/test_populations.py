@@ -24,7 +24,7 @@ import pytest
 import torch
 
 from algos import generations, play, tournament
-from algos.populations import Agent, is_better
+from algos.populations import Agent, Population, is_better
 from algos.populations.agents import (
     FRESH,
     SCORE,
@@ -189,6 +189,9 @@ def test_the_best_replace_who_is_worse_by_more_than_the_error():
     # two survivors, 3 and 2, in turn; 4's error is too large; 6 is worse than 3 (by 3 > 2), 7 not
     assert select(scores) == [-3, -2, 2, 3, 4, -3, 6, 7]
     assert select(scores, survivors=0.125) == [-3, -3, 2, 3, 4, -3, -3, 7]
+    assert select([(5, 0), (10, 0), (1, 0), (0, 0)], survivors=0.5) == [0, 1, -1, 0]
+    failed = [None, None, (5, 0), (9, 0), (1, 0), (2, 0), None, None]  # two of eight survive
+    assert select(failed) == [-3, -2, 2, 3, -3, -2, -3, -2]
     assert select([(5, 0), None, (6, 9)]) == [0, -2, 2], "one that failed is replaced at any rate"
     assert select([(1, 0), (1, 0), (9, 0), (2, 0)], 1, slow=5) == [-2, 1, 2, 3]
     assert select([(1, 0), (1, 0), (9, 0), (2, 0)], 5, slow=5) == [-2, -2, 2, -2]
@@ -335,6 +338,31 @@ def test_the_slot_of_an_agent_at_its_end_is_nobody_elses(strategy):
     ends = [one for one in population.agents.values() if one.step == 100]
     assert len(ends) == 8 == sum(not one.parent for one in population.agents.values())
     assert population.count == 80
+
+
+def test_the_oldest_goes_on_unless_an_equally_trained_one_is_better():
+    """One failure of a descendant is not held against an agent."""
+    oldest, better = agent("00000", 10, pause_at=50), agent("00001", 20, pause_at=50)
+    later = agent("00002", 100, pause_at=60)
+    everyone = {one.id: one for one in (oldest, better, later)}
+    population = mock.Mock(agents=everyone, flights={}, count=5)
+    failed = [{"parent": "00000"}, {"parent": "00001"}]
+    population.journal.of = lambda event: failed if event == "failed" else []
+    population.random.return_value = random.Random(0)
+    tournament.generate(population, tournament.Args(agents=3, total_steps=100))
+    population.child.assert_called_once_with(better, True)
+    population.journal.note.assert_called_once_with("replaced", id="00000", by="00001")
+
+
+def test_the_winner_is_scored_again_on_fresh_episodes(tmp_path):
+    (tmp_path / "flight").mkdir()
+    population = mock.Mock(root=tmp_path, args=generations.Args(eval_episodes=20))
+    population.best.return_value, population.journal.of.return_value = agent("00000", 1), []
+    population.pool.wait.return_value = {"again": 1}  # it fails
+    with pytest.raises(UserError, match="could not be scored again"):
+        Population.finish(population)
+    _, ((words, _),) = population.pool.start.call_args.args
+    assert int(words[-1]) >= FRESH and words[-3] == "100"
 
 
 def test_an_agent_whose_descendants_fail_replaces_nobody():

@@ -204,6 +204,12 @@ def test_normalizer_holds_the_statistics_of_all_it_saw():
     torch.testing.assert_close(x.mean(0), torch.zeros(3, dtype=torch.float64), atol=1e-6, rtol=0)
 
 
+def test_normalised_numbers_are_within_ten():
+    agent = ppo.Agent(gymnasium.spaces.Box(-np.inf, np.inf, (2,)), BOX, ppo.Args(num_envs=1))
+    x = torch.tensor([[1e6, -1e6]])
+    assert agent.normalizer(x).tolist() == agent.reward_scaler.scale(x).tolist() == [[10, -10]]
+
+
 def test_reward_scaler_against_a_loop():
     rng = np.random.default_rng(0)
     scaler = ppo.RewardScaler(2, gamma=0.9).double()
@@ -302,6 +308,30 @@ def test_returns_that_are_all_alike_log_no_infinity(module):
     optimizer = Recorder(agent.parameters(), 0.01)
     logged = update(module, agent, optimizer, rollout, args)
     assert all(x.isfinite() for x in logged.values())
+
+
+def test_each_epoch_has_every_transition_once_in_an_order_of_its_own():
+    agent, args = make_agent(epochs=2, minibatch_size=6)
+    seen = []
+
+    def learn(agent, optimizer, batch, args):
+        seen.append(batch["advantage"])
+        return ppo.gradient_step(agent, optimizer, batch, args)
+
+    ppo.update(agent, Recorder(agent.parameters(), 0.01), random_rollout(), learn, args)
+    first, second = torch.cat(seen[:4]), torch.cat(seen[4:])
+    assert torch.equal(first.sort().values, second.sort().values) and len(first) == 24
+    assert not torch.equal(first, second)
+
+
+@pytest.mark.parametrize("module", [ppo, a2c])
+def test_the_first_policy_hardly_depends_on_the_observation(module):
+    """Orthogonal weights, the actor's last layer near zero."""
+    agent = module.Agent(OBS, BOX, module.Args(num_envs=1))
+    for network, gain in ((agent.actor, 0.01), (agent.critic, 1.0)):
+        weight = network[-1].weight.double()
+        torch.testing.assert_close(weight @ weight.T, gain**2 * torch.eye(len(weight)).double())
+        assert not network[-1].bias.any()
 
 
 def test_actions_are_rescaled_and_clipped_for_the_environment():

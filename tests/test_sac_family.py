@@ -248,6 +248,15 @@ def test_only_their_own_loss_moves_the_critics(script):
         torch.testing.assert_close(ours.grad, expected.grad)
 
 
+def test_redq_target_follows_by_tau():
+    agent, target, args = make_agent(redq, ensemble_size=3, tau=0.25)
+    before = [p.detach().clone() for p in target.parameters()]
+    redq.update(agent, target, optimizers_of(agent), random_batch(), 0, args)
+    rows = zip(before, agent.critics.parameters(), target.parameters(), strict=True)
+    for old, ours, theirs in rows:
+        torch.testing.assert_close(theirs, old.lerp(ours, 0.25))
+
+
 def test_redq_steers_to_the_entropy_that_was_asked_for(monkeypatch):
     """None is −dim(A), and 0 is 0; also on the command line, in args.json, and when checked."""
     assert make_agent(redq)[0].target_entropy == -ACT_DIM

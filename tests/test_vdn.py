@@ -265,6 +265,22 @@ def test_target_network_follows(script):
 
 
 @BOTH
+@pytest.mark.parametrize("max_norm", [1e-2, 1e3])
+def test_a_step_is_down_the_shortened_gradient(script, max_norm):
+    agent, target, args = make_agent(script, max_grad_norm=max_norm)
+    batch, parameters = random_batch(), list(agent.parameters())
+    before = [p.detach().clone() for p in parameters]
+    loss, _ = script.td_loss(agent, target, batch, args)
+    gradients = torch.autograd.grad(loss, parameters)
+    norm = torch.cat([x.flatten() for x in gradients]).norm().item()
+    assert 1e-2 < norm < 1e3
+    script.update(agent, target, torch.optim.SGD(parameters, 0.1), batch, args)
+    for old, new, gradient in zip(before, parameters, gradients, strict=True):
+        expected = 0.1 * gradient * min(1, max_norm / norm)
+        torch.testing.assert_close(old - new, expected, rtol=1e-3, atol=1e-9)
+
+
+@BOTH
 def test_rewards_are_scaled_when_they_are_used(script):
     """The same batch has other targets once the statistics of the return are others."""
     agent, target, args = make_agent(script)
@@ -327,6 +343,9 @@ def test_what_changes_during_a_run(script, tmp_path, monkeypatch):
         if script is qmix:
             assert agent.state_normalizer.mean.equal(target.state_normalizer.mean)
         assert torch.isin(batch["reward"], torch.cat(raw)).all()
+        statistics = [agent.normalizer, agent.reward_scaler.statistics]
+        statistics += [agent.state_normalizer] if script is qmix else []
+        assert all(x.count == 40 * len(raw) for x in statistics)  # of all that was seen so far
         alpha = agent.lowering_weight.item() if script is vdn else 1.0
         seen.append((optimizer.param_groups[0]["lr"], agent.epsilon.item(), alpha))
         return original(agent, target, optimizer, batch, args)
