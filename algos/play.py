@@ -97,7 +97,7 @@ class Ensemble(nn.Module):
 
 def load(args: Args) -> dict[str, Any]:
     """What best.pt or last.pt holds: script, args, step, agent (the weights); others, weights."""
-    folder = Path(args.run_dir.removesuffix("best.pt"))
+    folder = Path(str(args.run_dir).removesuffix("best.pt"))
     if args.run_dir in DEMO and not any(folder.glob("*.*")):  # no run has this name
         folder = Path(__file__).with_name("demo") / DEMO[args.run_dir]
     folder = folder / "best" if (folder / "best/args.json").exists() else folder  # a population's

@@ -151,3 +151,9 @@ def test_a_debugger_stops_in_a_loss(tmp_path):
     )
     assert "not compiled" in done.stdout and "Categorical(" in done.stdout, done.stderr
     assert "Error" not in done.stderr
+
+
+def test_the_file_of_a_policy_stands_for_its_folder():
+    assert (
+        play.load(play.Args(f"{DEMO}/ant/best.pt"))["step"] == play.load(play.Args("demo"))["step"]
+    )

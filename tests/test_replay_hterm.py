@@ -563,7 +563,8 @@ def test_what_train_hands_on(script, tmp_path, monkeypatch):
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_windows_that_cannot_be(script, tmp_path):
     for name in ("buffer_size", "warmup_steps"):
-        options = {"num_envs": 2, "warmup_steps": 20, name: 10, "run_dir": str(tmp_path / name)}
+        options = {"num_envs": 2, "warmup_steps": 20, name: 10, "batch_size": 10}
+        options |= {"run_dir": str(tmp_path / name)}
         said = "--warmup-steps and --buffer-size must be at least 16, for windows of 8 steps"
         with pytest.raises(UserError, match=said) as error:
             script.train(script.Args(env="Pendulum", eval_episodes=1, **options))
