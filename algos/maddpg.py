@@ -116,7 +116,7 @@ class Agent(nn.Module):
         self.register_buffer("action_mask", envs.action_mask.clone())  # (A, outputs)
         self.register_buffer("own", torch.eye(agents, dtype=torch.bool).view(agents, 1, agents, 1))
         if not self.discrete:
-            low, high = torch.tensor(action_space.low), torch.tensor(action_space.high)
+            low, high = envs.action_low, envs.action_high  # (A, act_dim)
             self.register_buffer("action_center", (high + low) / 2)
             self.register_buffer("action_scale", (high - low) / 2)
 
@@ -166,7 +166,7 @@ def collect(agent: Agent, envs: vec_envs.VecEnv, rollout: dict[str, Tensor]) -> 
         done = terminated | truncated
         rollout["reward"][t] = reward
         rollout["next_obs"][t] = info["final_obs"]  # the true one, at an episode's end too
-        rollout["next_alive"][t] = torch.where(done.unsqueeze(-1), rollout["alive"][t], envs.alive)
+        rollout["next_alive"][t] = info["final_alive"]
         rollout["terminated"][t] = terminated
         rollout["done"][t] = done
         rollout["episode_return"][t] = info["episode_return"]

@@ -111,7 +111,7 @@ class Agent(nn.Module):
         self.register_buffer("entropy_coef", torch.tensor(args.entropy_coef))
         if not self.discrete:
             self.log_std = nn.Parameter(torch.zeros(agents, outputs))
-            low, high = torch.tensor(action_space.low), torch.tensor(action_space.high)
+            low, high = envs.action_low, envs.action_high  # (A, act_dim)
             self.register_buffer("action_center", (high + low) / 2)
             self.register_buffer("action_scale", (high - low) / 2)
 
@@ -262,7 +262,7 @@ def update(agent: Agent, optimizer, rollout, learn, args: Args) -> dict[str, Ten
     for _ in range(args.epochs):  # no minibatches: an epoch is one step along the whole gradient
         losses = learn(agent, optimizer, batch, args)  # `gradient_step`, perhaps compiled
         logged.append(torch.stack([*losses.values()]).detach())  # a copy: graphs overwrite them
-    agent.normalizer.update(rollout["obs"].flatten(-2))  # last, so that all saw one normaliser
+    agent.normalizer.update(rollout["obs"].flatten(-2), rollout["alive"])  # last: all saw the same
     agent.state_normalizer.update(rollout["state"])
     unexplained = batch["advantage"].var(correction=0)  # R − V_old = Â
     unexplained = unexplained / (batch["returns"].var(correction=0) + 1e-8)

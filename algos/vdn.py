@@ -146,7 +146,7 @@ def collect(agent: Agent, envs: vec_envs.VecEnv, rollout: dict[str, Tensor]) -> 
         done = terminated | truncated
         rollout["reward"][t] = reward
         rollout["next_obs"][t] = info["final_obs"]  # the true one, at an episode's end too
-        rollout["next_alive"][t] = torch.where(done.unsqueeze(-1), rollout["alive"][t], envs.alive)
+        rollout["next_alive"][t] = info["final_alive"]
         rollout["terminated"][t] = terminated
         rollout["done"][t] = done
         rollout["episode_return"][t] = info["episode_return"]
@@ -240,7 +240,7 @@ def train(args: Args) -> Result:
         schedule(agent, optimizer, step, args)
         rollout = workers.collect()
         replay.add(rollout)
-        agent.normalizer.update(rollout["obs"].flatten(-2))
+        agent.normalizer.update(rollout["obs"].flatten(-2), rollout["alive"])
         agent.reward_scaler(rollout["reward"].sum(-1), rollout["done"])  # updates its statistics
         before, step = step, step + args.num_steps * args.num_envs * run.world_size
         for _ in range(args.updates):

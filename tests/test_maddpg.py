@@ -32,6 +32,8 @@ def make_agents(script, discrete=False, available_in_obs=False, **options):
         single_action_space=gymnasium.spaces.Discrete(ACTIONS) if discrete else box,
         available_in_obs=available_in_obs,
         action_mask=mask,
+        action_low=torch.tensor(box.low).expand(A, -1),
+        action_high=torch.tensor(box.high).expand(A, -1),
     )
     return *(script.Agent(envs, args).double() for _ in range(2)), args
 
@@ -199,7 +201,8 @@ def collected(script, agent, obs):
 
     def step(action):
         taken.append(action)
-        info = {"final_obs": obs, "episode_return": 0.0, "episode_length": 0}
+        info = {"final_obs": obs, "final_alive": torch.ones(len(obs), A)}
+        info |= {"episode_return": 0.0, "episode_length": 0}
         return obs, torch.zeros(len(obs), A), flags, flags, info
 
     envs = types.SimpleNamespace(obs=obs, alive=torch.ones(len(obs), A), step=step)

@@ -32,6 +32,8 @@ def world(available_in_obs=False, discrete=True):
         state_dim=10,
         available_in_obs=available_in_obs,
         action_mask=mask,
+        action_low=torch.tensor(box.low).expand(3, -1),
+        action_high=torch.tensor(box.high).expand(3, -1),
     )
 
 

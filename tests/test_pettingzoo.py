@@ -153,7 +153,7 @@ def test_masks_deaths_and_sizes(mortal, in_info, limit):
 
 
 def test_mappo_takes_only_available_actions(mortal, tmp_path):
-    """The environment would refuse others; the dead are in the rollout, and in no loss."""
+    """The environment would refuse others; the dead are in the rollout, and in no policy loss."""
     from algos import mappo
 
     result = mappo.train(
@@ -224,6 +224,65 @@ def test_spaces_are_flattened_and_an_episode_ends_that_keeps_its_agents(tmp_path
         assert info["episode_length"].tolist() == [t, t] and env.alive.all()
     with pytest.raises(ValueError, match="grids: an observation has 6 numbers and not 4"):
         make("pettingzoo:grids", 1, size=6).reset()
+
+
+ENDS = """
+import numpy as np
+from gymnasium.spaces import Box
+from pettingzoo import ParallelEnv
+
+class Ends(ParallelEnv):
+    metadata = {"name": "ends"}
+    possible_agents = ["a", "b", "c"]
+    low, high = {"a": -1.0, "b": -0.05, "c": 2.0}, {"a": 1.0, "b": 0.05, "c": 4.0}
+
+    def observation_space(self, agent):
+        return Box(-99, 99, (1,))
+
+    def action_space(self, agent):
+        return Box(self.low[agent], self.high[agent], (1 + (agent == "c"),))
+
+    def look(self):  # of everybody, also of who has left
+        return {agent: np.float32([10 + self.steps]) for agent in self.possible_agents}
+
+    def reset(self, seed=None, options=None):
+        self.agents, self.steps = list(self.possible_agents), 0
+        return self.look(), {}
+
+    def step(self, actions):
+        self.steps += 1
+        terminated = {x: self.steps == {"a": 1, "b": 3}.get(x) for x in self.agents}
+        truncated = {x: self.steps == 3 and x == "c" for x in self.agents}
+        reward = dict.fromkeys(self.agents, 1.0)
+        self.agents = [x for x in self.agents if not terminated[x] and not truncated[x]]
+        return self.look(), reward, terminated, truncated, {}
+
+parallel_env = Ends
+"""
+
+
+def test_who_dies_at_the_time_limit_of_others_does_not_go_on(tmp_path, monkeypatch):
+    """`a` leaves at step 1, `b` dies at step 3, when only `c` is cut off."""
+    (tmp_path / "ends.py").write_text(ENDS)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "ends", raising=False)
+    env = make("pettingzoo:ends", 2)
+    env.reset()
+    for t in (1, 2, 3, 1):
+        _, _, terminated, truncated, info = env.step(torch.zeros(2, 3, 2))
+        assert info["final_alive"].tolist() == [[False, t < 3, True]] * 2
+        assert info["final_obs"][0, :, 0].tolist() == [0, (10 + t) * (t < 3), 10 + t]
+        assert not terminated.any() and truncated.tolist() == [t == 3] * 2
+        assert env.alive.tolist() == [[t == 3, True, True]] * 2
+
+    from algos import maddpg, mappo, matd3
+
+    assert env.action_low.tolist() == [[-1, 0], [pytest.approx(-0.05), 0], [2, 2]]
+    assert env.action_high.tolist() == [[1, 0], [pytest.approx(0.05), 0], [4, 4]]
+    for script in (maddpg, matd3, mappo):  # each agent has its own range, and all of it
+        agent = script.Agent(env, script.Args(num_envs=2, hidden_size=8))
+        for end, bound in ((1.0, env.action_high), (-1.0, env.action_low)):
+            assert torch.equal(agent.to_env(torch.full((2, 3, 2), end)), bound.expand(2, -1, -1))
 
 
 class Pair(gymnasium.Env):

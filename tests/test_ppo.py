@@ -382,3 +382,22 @@ def test_an_update_is_a_step_down_the_shortened_gradient(module, max_norm):
     after = torch.cat([p.detach().flatten() for p in agent.parameters()])
     torch.testing.assert_close(before - after, step, rtol=1e-3, atol=1e-12)
     torch.testing.assert_close(agent.normalizer.mean, rollout["obs"].flatten(0, 1).mean(0))
+
+
+def test_who_has_left_does_not_count_in_the_statistics():
+    """Nor do zeros of an agent that was never there: its numbers stay as they are."""
+    x = 5 + 2 * torch.randn(50, 4, 3, 2)  # (T, N, A, obs_dim)
+    alive = torch.rand(50, 4, 3) < torch.tensor([1.0, 0.2, 0.0])
+    normalizer = ppo.Normalizer(6)
+    normalizer.update((x * alive.unsqueeze(-1)).flatten(-2), alive)
+    for i in (0, 1):
+        living = x[:, :, i][alive[:, :, i]]
+        torch.testing.assert_close(normalizer.mean[2 * i : 2 * i + 2], living.mean(0))
+        torch.testing.assert_close(normalizer.var[2 * i : 2 * i + 2], living.var(0, correction=0))
+    assert normalizer.mean[4:].tolist() == [0, 0] and normalizer.var[4:].tolist() == [1, 1]
+    everybody = ppo.Normalizer(6)
+    everybody.update(x.flatten(-2), torch.ones_like(alive))
+    plain = ppo.Normalizer(6)
+    plain.update(x.flatten(-2))
+    torch.testing.assert_close(everybody.mean, plain.mean)
+    torch.testing.assert_close(everybody.var, plain.var)

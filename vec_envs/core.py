@@ -44,6 +44,8 @@ terminated, truncated and the statistics stay (N,); `episode_return` sums over t
   `info["final_state"]` is to it what `final_obs` is to `obs`.
 - `alive` (N, A): false once an agent has left an episode that others continue. Its observation
   is zero then, its reward 0 (or its share, where a reward is the team's), its action ignored.
+  `info["final_alive"]` is to it what `final_obs` is to `obs`.
+- `action_low`, `action_high` (A, act_dim), with continuous actions: each agent's own bounds.
 - `available_in_obs`: if true, the last n entries of each observation say which of the n actions are
   allowed now (1) or not (0), so that an observation is never stored without its mask.
 """
@@ -346,6 +348,14 @@ class MultiAgentVecEnv(VecEnv):
         self.action_space = batch_space(batch_space(action_space, self.num_agents), num_envs)
         self.obs_mask, self.action_mask = obs_mask.to(self.device), action_mask.to(self.device)
         self.alive = torch.ones(num_envs, self.num_agents, dtype=torch.bool, device=self.device)
+        if isinstance(action_space, Box):  # (A, act_dim): each agent's own, 0 where it is padded
+            pads = [(space, (0, len(action_space.low) - len(space.low))) for space in action_spaces]
+            lows, highs = zip(
+                *((np.pad(x.low, p), np.pad(x.high, p)) for x, p in pads), strict=True
+            )
+            self.action_low, self.action_high = (
+                torch.from_numpy(np.stack(x)).float().to(self.device) for x in (lows, highs)
+            )
         self._own_entries = self.obs_mask.flatten().nonzero().squeeze(1)  # (state_dim,)
 
     @property
@@ -361,9 +371,10 @@ class MultiAgentVecEnv(VecEnv):
         return obs.flatten(1).index_select(1, self._own_entries)
 
     def step(self, action: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, dict[str, Any]]:
-        """As `VecEnv.step`, with reward (N, A), and `final_state` in info."""
+        """As `VecEnv.step`, with reward (N, A), and `final_state`, `final_alive` in info."""
         *result, info = super().step(action)
         info["final_state"] = self._state_of(info["final_obs"])
+        info["final_alive"] = self.alive
         return *result, info
 
     def check_action(self, action: Tensor) -> Tensor:

@@ -91,14 +91,15 @@ class MultiAgentGymEnv(Outside, MultiAgentVecEnv):
 
     def step(self, action: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, dict[str, Any]]:
         """As `MultiAgentVecEnv.step`."""
-        self._last_state = None
+        self._last_state = self._last_alive = None
         *result, info = super().step(action)
         if self._own_state is not None:
             info["final_state"] = self.state if self._last_state is None else self._last_state
+        info["final_alive"] = self.alive if self._last_alive is None else self._last_alive
         return *result, info
 
     def _restart(self, mask: Tensor) -> None:
-        self._last_state = self._own_state
+        self._last_state, self._last_alive = self._own_state, self.alive
         super()._restart(mask)
 
     def _observe(self) -> Tensor:
@@ -166,8 +167,9 @@ class _PettingZooEnv:
         # An env should take who has left from its `agents`; not all of them do.
         left = {agent for ends in (terminations, truncations) for agent in ends if ends[agent]}
         present = [agent for agent in self.env.agents if agent not in left]
-        self._store(observations, infos, present)
-        over, truncated = not present, any(truncations.values())
+        over, cut_off = not present, [agent for agent in self.agents if truncations.get(agent)]
+        truncated = bool(cut_off)
+        self._store(observations, infos, present or cut_off)  # at the end: who could have gone on
         rewards = [number(rewards.get(agent, 0.0)) for agent in self.agents]
         return rewards, over and not truncated, over and truncated
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from algos.worker_learner.learners import var_mean_over_learners, world_size
+from algos.worker_learner.learners import mean_over_learners, var_mean_over_learners, world_size
 
 
 class Normalizer(nn.Module):
@@ -22,10 +22,20 @@ class Normalizer(nn.Module):
         return ((x - self.mean) * torch.rsqrt(self.var + 1e-8)).clamp(-10, 10)
 
     @torch.no_grad()
-    def update(self, x: Tensor) -> None:
-        """Take in all learners' x (..., size); Chan's formula for the variance of a union."""
+    def update(self, x: Tensor, alive: Tensor | None = None) -> None:
+        """Take in all learners' x (..., size); Chan's formula for the variance of a union.
+
+        With `alive` (..., A), x has an equal part of each agent; of who has left it does not count.
+        """
         x = x.reshape(-1, x.shape[-1])
-        var, mean = var_mean_over_learners(x, 0)
+        if alive is None:
+            var, mean = var_mean_over_learners(x, 0)
+        else:
+            counts = alive.reshape(len(x), -1).repeat_interleave(x.shape[1] // alive.shape[-1], 1)
+            part = mean_over_learners(counts.float().mean(0))  # (size,)
+            mean = mean_over_learners((counts * x).mean(0)) / part
+            var = mean_over_learners((counts * (x - mean).square()).mean(0)) / part
+            mean, var = (torch.where(part > 0, *x) for x in ((mean, self.mean), (var, self.var)))
         size = len(x) * world_size()
         self.count.add_(size)
         share = size / self.count
