@@ -13,13 +13,13 @@ a* = argmax_a Q(o_{t+1}, a), the choice of double Q-learning,
     python algos/vdn.py --env lbforaging:Foraging-8x8-2p-2f-coop-v3
 
 What differs from the paper:
-- feed-forward networks on the present observation, no LSTM; all agents share one network, which
-  gets the agent's identity as an input; an action that is not available is never the best;
+- feed-forward networks, no LSTM, not dueling; all agents share one, which gets the agent's identity
+  (a variant of the paper's); an action that is not available is never the best;
 - batches are windows of `num_steps` steps from anywhere in the replay buffer, not episodes; an
   episode that is truncated inside a window bootstraps from its true last observation;
-- rewards are stored as they are; when sampled they are divided by the present standard deviation
-  of the return and clipped to ±10; observations are normalised;
-- double Q-learning, λ-returns, a learning rate annealed to zero, soft updates of the target;
+- rewards, stored as they are, are divided by the standard deviation of the return when sampled, and
+  clipped to ±10; observations are normalised;
+- double Q-learning, λ = ½, a learning rate annealed to zero, soft updates of the target;
 - w_t: where Q_tot is above y, errors have the weight α (Rashid et al. 2020, arXiv:2006.10800). It
   rises from 0.1 to 1 in the run's first half: what pays only jointly is unlearned more slowly.
 """

@@ -12,6 +12,7 @@ import vec_envs
 from algos import ppo, sac
 from algos.worker_learner import RunArgs, UserError, Workers
 from algos.worker_learner import workers as module
+from algos.worker_learner.arguments import say_in_one_sentence
 from algos.worker_learner.workers import Child, Evaluator
 
 NUM_STEPS, ROLLOUTS = 30, 3
@@ -150,6 +151,22 @@ def test_a_worker_that_lost_its_pipe_is_dead_before_its_successor_starts():
         assert child.answer() == 1 and started == [False]
     finally:
         child.close()
+
+
+def lose_the_robot(pipe, restarts, kind):
+    pipe.recv()
+    raise kind("connection to the robot lost")
+
+
+@pytest.mark.parametrize("kind", [BrokenPipeError, ConnectionResetError, EOFError])
+def test_an_environments_own_connection_is_not_the_learners(kind, capfd):
+    child = Child("worker 0", lose_the_robot, kind)
+    child.ask(0)
+    with pytest.raises(UserError, match=f"worker 0 failed: {kind.__name__}: connection to the ro"):
+        child.answer()
+    child.close()
+    say_in_one_sentence(kind, kind("connection to the robot lost"), None)  # without workers
+    assert f"{kind.__name__}: connection to the robot lost" in capfd.readouterr().err
 
 
 def test_a_silent_worker_is_named(monkeypatch, capsys):

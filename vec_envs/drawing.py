@@ -1,5 +1,6 @@
 """Pictures and windows of an environment, for play.py: what differs from machine to machine."""
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -41,7 +42,8 @@ def choose_gl(name: str) -> None:
     """
     name = base_name(name)
     made_by = NAMES.get(name) or getattr(gymnasium.registry.get(name), "entry_point", "")
-    if sys.platform != "linux" or "mujoco" not in str(made_by):
+    foreign = ":" in name and importlib.util.find_spec("mujoco") is not None  # not imported yet
+    if sys.platform != "linux" or not (foreign or "mujoco" in str(made_by)):
         return
     given = os.environ.get("MUJOCO_GL")
     for way in (given,) if given else ("egl", "osmesa", "glfw"):
@@ -50,6 +52,8 @@ def choose_gl(name: str) -> None:
         if trial.returncode == 0:
             os.environ["MUJOCO_GL"] = way
             return
+    if foreign:  # which perhaps does not draw by MuJoCo
+        return
     raise CannotDraw(
         f"no OpenGL without a window here (tried {given or 'EGL, OSMesa and GLFW'}); on Debian and "
         "Ubuntu: apt-get install libegl1 libgl1-mesa-dri"

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import re
+import select
 import shlex
 import shutil
 import signal
@@ -230,7 +231,7 @@ def say_in_one_sentence(kind: type[BaseException], error: BaseException, trace: 
         print("Stopped", file=sys.stderr, flush=True)
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell must see that it was Ctrl-C
         os.kill(os.getpid(), signal.SIGINT)
-    elif kind is BrokenPipeError:  # --help | head
+    elif kind is BrokenPipeError and hung_up(1):  # --help | head; not an environment's own pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     elif isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(error):
         asked = re.search(r"ried to allocate ([\d.]+ \w+)", str(error))
@@ -239,6 +240,13 @@ def say_in_one_sentence(kind: type[BaseException], error: BaseException, trace: 
         tqdm.write(f"Not enough memory{needed}; {advice}", file=sys.stderr)  # below the bar
     else:
         sys.__excepthook__(kind, error, trace)
+
+
+def hung_up(file: Any) -> bool:
+    """Whether who is at the other end of a pipe has closed it."""
+    poll = select.poll()
+    poll.register(file, 0)  # POLLERR and POLLHUP are always reported
+    return bool(poll.poll(0))
 
 
 def tell(text: str) -> None:

@@ -95,7 +95,7 @@ class Run:
                 self.at_end.callback(files.unlock, self.dir)
             pending = self._load_state()
             if self.step and not workers.go_on:
-                where = "CraneRL's own, in one process on a CPU, with the same number of learners,"
+                where = "a VecEnv's, in one process on a CPU, with the same number of learners,"
                 tell(f"Not exact: environments start new episodes; only {where} can be restored.")
                 workers.start_anew(self.step)
                 self.end_episodes()

@@ -20,7 +20,7 @@ import torch.multiprocessing
 from torch import Tensor, distributed, nn
 
 import vec_envs
-from algos.worker_learner.arguments import RunArgs, UserError, warn
+from algos.worker_learner.arguments import RunArgs, UserError, hung_up, warn
 from vec_envs.core import Elsewhere, available_cores, start_forkserver, unblock_signals
 
 MAX_RESTARTS = 3  # of a child process that dies, before the run gives up
@@ -98,9 +98,9 @@ def _child_main(function: Callable, pipe: Connection, *arguments: Any) -> None:
     torch.set_num_threads(1)
     try:
         function(pipe, *arguments)
-    except (EOFError, BrokenPipeError):  # the parent is gone
-        pass
     except BaseException as error:
+        if hung_up(pipe):  # the parent is gone
+            return
         if not isinstance(error, UserError | vec_envs.core.ContractError):
             traceback.print_exc()
         pipe.send(("error", f"{type(error).__name__}: {error}"))
