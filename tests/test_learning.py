@@ -126,8 +126,7 @@ def test_collect_keeps_apart_what_the_environment_said(script):
         now |= {key: info[key] for key in ("episode_return", "episode_length")}
         if many:
             envs.alive = torch.rand(envs.alive.shape) < 0.5
-            now["next_state"] = info["final_state"]
-            now["next_alive"] = torch.where(now["done"][:, None], now["alive"], envs.alive.float())
+            now |= {"next_state": info["final_state"], "next_alive": info["final_alive"]}
         said.append(now)
         return envs.obs, reward, *ends, info
 

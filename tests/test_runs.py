@@ -11,6 +11,7 @@ import fcntl
 import gc
 import hashlib
 import importlib.util
+import itertools
 import json
 import math
 import multiprocessing
@@ -605,6 +606,22 @@ def test_the_next_run_ends_what_one_that_raised_has_left(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="--gamma is 2"):
         sac.train(sac.Args(**SMALL, gamma=2.0))
     assert children() == before and signal.getsignal(signal.SIGINT) is handler
+
+
+def test_an_environments_error_says_where_the_checkpoint_is(tmp_path, monkeypatch):
+    count, collect = itertools.count(), sac.collect
+
+    def failing(*arguments):
+        if next(count) == 30:
+            raise OSError("the motor's driver is gone")
+        collect(*arguments)
+
+    monkeypatch.setattr(sac, "collect", failing)
+    args = sac.Args(**SMALL | {"checkpoint_every": 20}, run_dir=str(tmp_path / "run"))
+    with pytest.raises(OSError, match="driver is gone") as caught:
+        sac.train(args)
+    said = f"The last good checkpoint is {tmp_path}/run/checkpoint.pt"
+    assert caught.value.__notes__ == [said] and Path(said.split()[-1]).exists()
 
 
 def test_a_run_that_ended_holds_no_memory(tmp_path):

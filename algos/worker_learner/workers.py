@@ -208,11 +208,13 @@ class Workers:
                 self._collect_from_children()
             else:
                 self._collect(self._agent, self.envs, self._rollout)
-        except (UserError, ValueError, RuntimeError) as error:
+        except Exception as error:
             self._run.check_weights()  # of a NaN, perhaps, whose cause is here
             self._run.check_rollout(self._rollout)  # or here
             if isinstance(error, UserError | vec_envs.core.ContractError):
                 self._run.fail(error)
+            if (good := self._run.dir / "checkpoint.pt").exists():
+                error.add_note(f"The last good checkpoint is {good}")
             raise
         self._run.check_rollout(self._rollout)
         return self._rollout
