@@ -527,8 +527,8 @@ def main(options: Options) -> list[dict]:
             if options.daily:
                 seeds = (f"{p[0]['script']} {p[0]['args']['seed']}" for p in runs)
                 write_daily(options.daily, {**dict(zip(seeds, own, strict=True)), **without})
-    for run_dir, policies in zip(options.run_dirs, runs, strict=True):
-        if options.orders:
+    if options.orders:
+        for run_dir, policies in zip(options.run_dirs, runs, strict=True):
             print(f"\n{run_dir}, orders after {dates[-1]}: {orders(policies[-1])}")
     if options.results:
         try:

@@ -62,6 +62,7 @@ from gymnasium.spaces import Box, Discrete, Space
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 SIGNALS = {signal.SIGINT, signal.SIGTERM}
 
@@ -349,13 +350,10 @@ class MultiAgentVecEnv(VecEnv):
         self.obs_mask, self.action_mask = obs_mask.to(self.device), action_mask.to(self.device)
         self.alive = torch.ones(num_envs, self.num_agents, dtype=torch.bool, device=self.device)
         if isinstance(action_space, Box):  # (A, act_dim): each agent's own, 0 where it is padded
-            pads = [(space, (0, len(action_space.low) - len(space.low))) for space in action_spaces]
-            lows, highs = zip(
-                *((np.pad(x.low, p), np.pad(x.high, p)) for x, p in pads), strict=True
-            )
-            self.action_low, self.action_high = (
-                torch.from_numpy(np.stack(x)).float().to(self.device) for x in (lows, highs)
-            )
+            lows = [torch.from_numpy(space.low).float() for space in action_spaces]
+            highs = [torch.from_numpy(space.high).float() for space in action_spaces]
+            self.action_low = pad_sequence(lows, batch_first=True).to(self.device)
+            self.action_high = pad_sequence(highs, batch_first=True).to(self.device)
         self._own_entries = self.obs_mask.flatten().nonzero().squeeze(1)  # (state_dim,)
 
     @property

@@ -99,7 +99,7 @@ def join_learners() -> bool:
     if not distributed.is_torchelastic_launched() or distributed.is_initialized():
         return distributed.is_initialized()
     variables, start = os.environ, ""
-    if variables[SHARES_STORE] == "True":
+    if variables.get(SHARES_STORE) == "True":
         # What the dead have left there must not be read again. Each node counts its own restarts.
         if variables["GROUP_WORLD_SIZE"] != "1" and variables["TORCHELASTIC_MAX_RESTARTS"] != "0":
             needed = "the environment variable TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
@@ -133,7 +133,7 @@ def restarted_args(args: RunArgs) -> RunArgs:
     if args.run_dir:
         args, found = copy.copy(args), Path(args.run_dir, "args.json").exists()
         args.resume = args.run_dir if from_learner_0(found) else ""
-    elif os.environ["TORCHELASTIC_MAX_RESTARTS"] != "0" or os.environ[SHARES_STORE] != "True":
+    elif os.environ["TORCHELASTIC_MAX_RESTARTS"] != "0" or os.environ.get(SHARES_STORE) != "True":
         raise UserError("--run-dir is empty; learners that are started again need to know it")
     return args
 
