@@ -1,5 +1,6 @@
 """What --compile auto is: by the number of updates and whether there is a compiler; and threads."""
 
+import copy
 import itertools
 import shutil
 import sys
@@ -11,7 +12,7 @@ import torch
 from torch.torch_version import TorchVersion
 
 from algos import a2c, dqn, ppo, qmix, sac, vdn
-from algos.worker_learner import UserError, engine
+from algos.worker_learner import UserError, engine, products
 
 
 @pytest.mark.parametrize(
@@ -94,6 +95,49 @@ def test_what_run_start_refuses_is_not_compiled():
     args = sac.Args(compile="none", device="cpu")
     for make in (engine.compiled, engine.captured):
         assert make(lambda x: x, 1, args)("anything") == "anything"
+
+
+@pytest.mark.parametrize("one_dnn", [True, False])
+def test_large_products_of_a_compiled_graph(one_dnn, monkeypatch):
+    """By oneDNN where it is faster; those of a bias, of a gradient and of small sizes are right."""
+    if engine.choose_compile(sac.Args(), "cpu", False) == "none":
+        pytest.skip("nothing is compiled here")
+    monkeypatch.setattr(products, "faster", lambda: one_dnn)
+    torch.manual_seed(0)
+    sizes = (256, 160, 256, 3)
+    layers = [torch.nn.Linear(*pair) for pair in itertools.pairwise(sizes)]
+    network, x = torch.nn.Sequential(*layers), torch.randn(256, 256)
+    adam = torch.optim.Adam(network.parameters(), 0.01)
+
+    def update(network, adam, x):
+        loss = network(x).square().mean()
+        adam.zero_grad()
+        loss.backward()
+        adam.step()
+        return loss
+
+    twin = copy.deepcopy(network).double()
+    twins_adam = torch.optim.Adam(twin.parameters(), 0.01)
+    reference = [update(twin, twins_adam, x.double()).item() for _ in range(4)]
+    learn = engine.compiled(update, 1, sac.Args(device="cpu", compile="default"))
+    first = [learn(network, adam, x).item()]  # as it is, to make Adam's moments
+    first.append(learn(network, adam, x).item())  # compiled, maybe from the cache
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        first += [learn(network, adam, x).item() for _ in range(2)]
+    names = {event.name for event in profile.events()}
+    assert ("crane::product" in names) == one_dnn
+    torch.testing.assert_close(first, reference, rtol=1e-4, atol=0)
+    for ours, exact in zip(network.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours, exact.float(), rtol=1e-3, atol=1e-4)
+
+
+def test_a_machine_where_one_dnn_is_not_faster(monkeypatch):
+    monkeypatch.setattr(products, "product", lambda a, b, bias: a @ b)
+    assert not products.faster()
+    monkeypatch.setattr(products, "product", lambda a, b, bias: a)
+    assert products.faster()
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)  # Apple's processors
+    assert not products.faster()
 
 
 @pytest.mark.parametrize(("limit", "most"), [("1", 1), ("", 6), ("3,1", 3), ("64", 6)])

@@ -167,7 +167,11 @@ def compiled(update: Callable, period: int, args: Any) -> Callable:
     def without_gradients(*inputs: Any) -> Any:
         return pytree.tree_map_only(Tensor, Tensor.detach, update(*inputs))
 
+    from algos.worker_learner import products  # here, as it imports the compiler
+
     options = {"fallback_random": args.device == "cpu"}  # the compiler draws its own one by one
+    if args.device == "cpu" and products.faster():
+        options["post_grad_custom_post_pass"] = products.OneDNN()
     compute = torch.compile(without_gradients, options=options)
     twins: dict[torch.optim.Adam, _Adam] = {}
     last = period - 1
