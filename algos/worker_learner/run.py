@@ -216,7 +216,7 @@ class Run:
         self.close()
         tell(
             f"\nDone: {step} steps in {seconds:.0f} s. Deterministic return over {episodes} "
-            f"episodes: last {self.last_return:.1f}, best {self.best_return:.1f}.\n{how}"
+            f"episodes: last {self.last_return:.5g}, best {self.best_return:.5g}.\n{how}"
         )
         if not saved:
             self._exit(1, saved)
