@@ -6,7 +6,8 @@ selector replaces agent i by a copy of one of the best, j, if
 
     score_j − score_i > √(error_i² + error_j²)          error: the standard error of a score
 
-The copy continues with other random numbers, its hyper-parameters multiplied by 0.8 or 1.25.
+The copy continues with other random numbers, its --perturb hyper-parameters (the learning rate)
+multiplied by 0.8 or 1.25; all but the first agent begin with 1/2 to 2 times their values.
 
     python algos/generations.py --algo ppo --env Hopper --agents 8
     python algos/generations.py --algo ppo --env Ant --agents 10 --fuse 3 -- --epochs 8

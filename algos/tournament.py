@@ -12,7 +12,8 @@ After ElegantRL-Podracer (Liu et al. 2021, arXiv:2112.05923). No agent waits for
 
 The agent next in line is continued, unless the generator draws one with as many steps whose score
 is higher by more than the standard error of the gap: a copy of that one replaces it, and the
-replaced one is never drawn. A copy has other random numbers, hyper-parameters times 0.8 or 1.25.
+replaced one is never drawn. A copy has other random numbers, and its --perturb hyper-parameters
+(the learning rate) times 0.8 or 1.25; fresh agents begin with 1/2 to 2 times their values.
 
 What differs from the paper: scores have errors, and come from episodes that no agent trained on;
 only an agent that is worse by more than the error is replaced; agents are compared at equal steps;
