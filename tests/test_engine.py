@@ -12,7 +12,7 @@ import torch
 from torch.torch_version import TorchVersion
 
 from algos import a2c, dqn, ppo, qmix, sac, vdn
-from algos.worker_learner import UserError, engine, products
+from algos.worker_learner import UserError, engine
 
 
 @pytest.mark.parametrize(
@@ -34,6 +34,7 @@ def test_gradient_steps_of_a_run(args, steps):
 
 
 def test_auto_compiles_where_it_pays(monkeypatch):
+    monkeypatch.setattr(engine, "one_dnn_is_faster", lambda: False)
     monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/" + name)
     monkeypatch.setattr(torch, "__version__", TorchVersion("2.13.0"))
     assert engine.choose_compile(sac.Args(num_envs=4), "cpu", False) == "default"
@@ -97,12 +98,11 @@ def test_what_run_start_refuses_is_not_compiled():
         assert make(lambda x: x, 1, args)("anything") == "anything"
 
 
-@pytest.mark.parametrize("one_dnn", [True, False])
-def test_large_products_of_a_compiled_graph(one_dnn, monkeypatch):
-    """By oneDNN where it is faster; those of a bias, of a gradient and of small sizes are right."""
+@pytest.mark.parametrize("how", ["default", "onednn"])
+def test_large_products_of_a_compiled_graph(how):
+    """By oneDNN if asked; those of a bias, of a gradient and of small sizes are right."""
     if engine.choose_compile(sac.Args(), "cpu", False) == "none":
         pytest.skip("nothing is compiled here")
-    monkeypatch.setattr(products, "faster", lambda: one_dnn)
     torch.manual_seed(0)
     sizes = (256, 160, 256, 3)
     layers = [torch.nn.Linear(*pair) for pair in itertools.pairwise(sizes)]
@@ -119,25 +119,41 @@ def test_large_products_of_a_compiled_graph(one_dnn, monkeypatch):
     twin = copy.deepcopy(network).double()
     twins_adam = torch.optim.Adam(twin.parameters(), 0.01)
     reference = [update(twin, twins_adam, x.double()).item() for _ in range(4)]
-    learn = engine.compiled(update, 1, sac.Args(device="cpu", compile="default"))
+    learn = engine.compiled(update, 1, sac.Args(device="cpu", compile=how))
     first = [learn(network, adam, x).item()]  # as it is, to make Adam's moments
     first.append(learn(network, adam, x).item())  # compiled, maybe from the cache
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         first += [learn(network, adam, x).item() for _ in range(2)]
     names = {event.name for event in profile.events()}
-    assert ("crane::product" in names) == one_dnn
+    assert ("crane::product" in names) == (how == "onednn")
     torch.testing.assert_close(first, reference, rtol=1e-4, atol=0)
     for ours, exact in zip(network.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(ours, exact.float(), rtol=1e-3, atol=1e-4)
 
 
-def test_a_machine_where_one_dnn_is_not_faster(monkeypatch):
-    monkeypatch.setattr(products, "product", lambda a, b, bias: a @ b)
-    assert not products.faster()
-    monkeypatch.setattr(products, "product", lambda a, b, bias: a)
-    assert products.faster()
+def test_one_dnn_is_chosen_where_it_is_faster(monkeypatch):
+    monkeypatch.setattr(engine, "one_dnn_is_faster", lambda: True)
+    if engine.choose_compile(sac.Args(), "cpu", False) == "none":
+        pytest.skip("nothing is compiled here")
+    assert engine.choose_compile(sac.Args(), "cpu", False) == "onednn"
+    assert engine.choose_compile(sac.Args(total_steps=10_000), "cpu", False) == "none"
+    assert engine.choose_compile(sac.Args(), "cuda", False) == "graphs"
+    monkeypatch.setattr(engine, "one_dnn_is_faster", lambda: False)
+    assert engine.choose_compile(sac.Args(), "cpu", False) == "default"
+    again = sac.Args(compile="onednn")  # as a resumed run has it: what was chosen once is kept
+    assert engine.choose_compile(again, "cpu", True) == "onednn"
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)  # Apple's processors
-    assert not products.faster()
+    assert engine.choose_compile(again, "cpu", True) == "none"
+    with pytest.raises(UserError, match=r"Python\.h, on a CPU with oneDNN; use auto"):
+        engine.choose_compile(again, "cpu", False)
+
+
+def test_one_dnn_is_measured(monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "mm", lambda a, b: a)
+        assert not engine.one_dnn_is_faster()
+    monkeypatch.setattr(torch, "mm", lambda a, b: time.sleep(0.001))
+    assert engine.one_dnn_is_faster()
 
 
 @pytest.mark.parametrize(("limit", "most"), [("1", 1), ("", 6), ("3,1", 3), ("64", 6)])

@@ -64,8 +64,8 @@ class RunArgs:
     """threads that step MuJoCo on a CPU (0: one per core, shared among the workers)"""
     torch_threads: int = 0
     """threads of torch on a CPU, at most (0: up to 8 if a measurement finds them faster)"""
-    compile: Literal["auto", "none", "default", "graphs"] = "auto"
-    """auto: graphs (CUDA graphs) on a GPU, default (torch.compile) in a long run on a CPU"""
+    compile: Literal["auto", "none", "default", "onednn", "graphs"] = "auto"
+    """auto: CUDA graphs on a GPU; in a long run on a CPU torch.compile (onednn: by its products)"""
 
 
 @dataclasses.dataclass

@@ -1,10 +1,8 @@
-"""Products of matrices by oneDNN in a compiled graph, where it is faster than torch's own library.
+"""--compile onednn: products of matrices by oneDNN in a compiled graph, where it is faster.
 
 torch multiplies with MKL, which does not use AVX-512 on AMD's processors. oneDNN does, and comes
 with torch. The results are equal but for rounding.
 """
-
-import timeit
 
 import torch
 from torch import Tensor
@@ -22,16 +20,6 @@ def product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
 @product.register_fake
 def _(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
     return a.new_empty(len(a), b.shape[1])
-
-
-def faster() -> bool:
-    """Whether oneDNN multiplies 1.4 times as fast on this machine."""
-    if not torch.backends.mkldnn.is_available():
-        return False
-    x = torch.ones(256, 256)
-    ways = (lambda: x @ x), (lambda: product(x, x, None))
-    usual, one_dnn = (min(timeit.repeat(way, number=10, repeat=20)) for way in ways)
-    return usual > 1.4 * one_dnn
 
 
 class OneDNN(CustomGraphPass):

@@ -130,7 +130,7 @@ class Run:
     def compile(self, update: Callable, period: int = 1) -> Callable:
         """`update`, as a graph where --compile says so: numbers stay in it, tensors may change."""
         self.args.compile = engine.unless_debugged(self.args.compile, update)
-        make = {"default": engine.compiled, "graphs": engine.captured}.get(self.args.compile)
+        make = {"none": None, "graphs": engine.captured}.get(self.args.compile, engine.compiled)
         return make(update, period, self.args) if make else update
 
     def log(self, step: int, losses: dict[str, Tensor | float], **charts: Tensor | float) -> None:
