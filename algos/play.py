@@ -159,11 +159,11 @@ def print_score(args: Args, saved: dict) -> None:
     for one in (saved, *saved["others"]):
         facts |= {"script": one["script"], "step": one["step"]}
         print("{script} on {env}, {checkpoint}.pt of step {step}, seed {seed}".format(**facts))
-    print("episode      return", *(f"{i:7}  {x:10.2f}" for i, x in enumerate(returns, 1)), sep="\n")
+    print("episode      return", *(f"{i:7}  {x:10.6g}" for i, x in enumerate(returns, 1)), sep="\n")
     mean, std, length = (found.pop(name) for name in ("return", "return_std", "length"))
-    print(f"   mean  {mean:10.2f} ± {std:.2f} (standard deviation), {length:.1f} steps long")
+    print(f"   mean  {mean:10.6g} ± {std:.3g} (standard deviation), {length:.1f} steps long")
     for name, value in found.items():  # the share of successes; of agents that differ, each
-        print(f"{name.removeprefix('return_').replace('_', ' '):7}  {value:10.2f}")
+        print(f"{name.removeprefix('return_').replace('_', ' '):7}  {value:10.6g}")
     print(compare_returns(env), end="")
 
 
@@ -175,7 +175,7 @@ def episode(agent: nn.Module, env: vec_envs.VecEnv, seed: int | None) -> Iterato
         obs, _, terminated, truncated, info = env.step(agent(obs))
         if terminated[0] or truncated[0]:
             break
-    print(f"return {info['episode_return'][0]:.2f} in {info['episode_length'][0]} steps")
+    print(f"return {info['episode_return'][0]:.6g} in {info['episode_length'][0]} steps")
 
 
 def film(args: Args, saved: dict) -> None:
@@ -219,7 +219,7 @@ def film(args: Args, saved: dict) -> None:
     env.close()
     print(
         f"{args.video}: {count} pictures, {count * seconds:.1f} seconds from the best of {FILMED} "
-        f"episodes (seed {best}): return {mean:.2f} in {length:.0f} steps"
+        f"episodes (seed {best}): return {mean:.6g} in {length:.0f} steps"
     )
 
 
