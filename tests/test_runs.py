@@ -1347,6 +1347,18 @@ def test_as_a_library(tmp_path):
     assert same(agents[0], agents[1]) and same(agents[0], agents[2])
 
 
+def test_a_program_that_cannot_be_imported_again_is_told_before_an_evaluation(tmp_path):
+    script = tmp_path / "unguarded.py"
+    args = f"env='CartPole', total_steps=10**9, eval_every=0, run_dir={str(tmp_path / 'run')!r}"
+    script.write_text(f"from algos.ppo import Args, train\ntrain(Args({args}))\n")
+    ended = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, timeout=PATIENCE, cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert ended.returncode == 1
+    assert "the evaluator process could not begin; does your program" in ended.stderr
+
+
 def test_segments_chain_to_the_undisturbed_run(references, tmp_path):
     """--pause-at has a status of its own, keeps the schedule, and does nothing where it is past."""
     run_dir = tmp_path / "segments"

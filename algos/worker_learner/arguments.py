@@ -90,13 +90,11 @@ class TransitionArgs(ReplayArgs):
 
 # Smallest and largest value of a flag, where a script has no LIMITS of its own for it.
 RUN_LIMITS = {
-    **dict.fromkeys(("total_steps", "checkpoint_every", "log_every", "n_step"), (1, None)),
-    **dict.fromkeys(("num_steps", "batch_size", "minibatch_size", "buffer_size"), (1, None)),
-    **dict.fromkeys(("updates", "epochs", "policy_delay"), (1, None)),
-    **dict.fromkeys(("hidden_size", "critic_hidden_size"), (1, None)),
-    **dict.fromkeys(("gamma", "gae_lambda", "tau"), (0, 1)),
-    **dict.fromkeys(("final_epsilon", "exploration_fraction"), (0, 1)),
-    **dict.fromkeys(("num_workers", "env_threads", "torch_threads"), (0, 1024)),
+    **dict.fromkeys("total_steps checkpoint_every log_every num_steps n_step".split(), (1, None)),
+    **dict.fromkeys("batch_size minibatch_size buffer_size updates epochs".split(), (1, None)),
+    **dict.fromkeys("policy_delay hidden_size critic_hidden_size".split(), (1, None)),
+    **dict.fromkeys("gamma gae_lambda tau final_epsilon exploration_fraction".split(), (0, 1)),
+    **dict.fromkeys("num_workers env_threads torch_threads".split(), (0, 1024)),
     **{"num_envs": (0, 2**20), "seed": (0, 2**31 - 1), "eval_episodes": (1, 10_000)},
     "max_grad_norm": (1e-9, None),
 }

@@ -103,9 +103,7 @@ def join_learners() -> bool:
         # What the dead have left there must not be read again. Each node counts its own restarts.
         if variables["GROUP_WORLD_SIZE"] != "1" and variables["TORCHELASTIC_MAX_RESTARTS"] != "0":
             needed = "the environment variable TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
-            raise UserError(
-                f"--max-restarts is set, on several nodes; torchrun then needs {needed}"
-            )
+            raise UserError(f"--max-restarts is set, on several nodes; this needs {needed}")
         start = variables["TORCHELASTIC_RESTART_COUNT"]
     store, rank, size = next(distributed.rendezvous("env://"))
     store = distributed.PrefixStore(f"start {start}.{next(_JOINS)}", store)

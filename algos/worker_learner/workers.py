@@ -69,10 +69,11 @@ class Child:
                 self.process.join(1)
                 self.close()  # it may live on without its pipe, and write where its successor does
                 code = self.process.exitcode
+                if code == 1:  # it could not import the program again
+                    hint = "does your program call train under if __name__ == '__main__'?"
+                    raise UserError(f"{self.name} process could not begin; {hint}") from None
                 if self.restarts == MAX_RESTARTS:
                     died = f"process died {MAX_RESTARTS + 1} times (exit code {code})"
-                    if code == 1:  # it could not import the program again
-                        died += "; does your program call train under if __name__ == '__main__'?"
                     raise UserError(f"{self.name} {died}") from None
                 self.restarts += 1
                 if code != -signal.SIGTERM:  # which a whole group gets, when the run is to stop
@@ -298,6 +299,8 @@ class Evaluator:
     def results(self, wait: float = 0.0) -> list[tuple[int, dict, dict]]:
         """What it has finished: (step, weights, what `score` found) each."""
         finished = []
+        if self._child.process.exitcode == 1:  # it could not begin: said now, and not when asked
+            self._child.answer()
         while self.pending and (answer := self._child.answer(wait)) is not None:
             finished.append((*self.pending.pop(0), answer))
             if self.pending:
