@@ -9,6 +9,7 @@ that have come to step --hold wait.
 import json
 import os
 import shutil
+import signal
 import sys
 import time
 from pathlib import Path
@@ -39,6 +40,7 @@ def train() -> int:
         args = given | {"seed": int(option("--seed")), "total": int(option("--total-steps"))}
         shutil.copyfile(Path(__file__).with_name("checkpoint.pt"), folder / "checkpoint.pt")
         write(folder / "args.json", {"script": "trainer", "args": args})
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit((folder / "saved").touch()))
     state = folder / "state.json"
     before = json.loads(state.read_text()) if state.exists() else {"step": 0, "value": 0.0}
     while before["step"] >= args["hold"] and Path(__file__).with_name("hold").exists():

@@ -3,6 +3,7 @@
 Needs Ray (pip install -e ".[cluster]"); each scenario takes about half a minute.
 """
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -73,6 +74,16 @@ def test_a_node_that_is_killed_loses_no_segment(cluster, tmp_path, monkeypatch):
     assert begun <= agents(root).keys(), "a segment of the killed node was lost"
     assert len(agents(root)) == 12
     assert_every_segment_counts_once(root)
+    assert not processes_of(root)
+
+
+def test_at_ctrl_c_the_runs_on_the_nodes_save(cluster, tmp_path, monkeypatch):
+    add_node(cluster)
+    driver, root, _ = compete(cluster, tmp_path, monkeypatch, 0)
+    wait_for(lambda: len(list(root.rglob("checkpoint.pt"))) == 2, "two in training")
+    driver.send_signal(signal.SIGINT)
+    assert "The same command goes on." in finish(driver, root, -signal.SIGINT)
+    assert len(list(root.rglob("saved"))) == 2
     assert not processes_of(root)
 
 

@@ -387,7 +387,7 @@ def _ending(population: Population) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        tell("\nStopping: the runs save first (not those on a cluster). The same command goes on.")
+        tell("\nStopping: the runs save first. The same command goes on.")
         population.close(gently=True)
         raise
     except OSError as error:

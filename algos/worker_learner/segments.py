@@ -9,7 +9,7 @@ command holds a run already, that run goes on: a segment may be killed and start
     start(name, commands)   begin one
     wait(seconds)           {name: exit status} of those that ended; after the first one, or in time
     stop(name)              end one at once; wait() does not report it
-    close(gently)           end all; gently: here SIGTERM first, at which a run saves a checkpoint
+    close(gently)           end all; gently: by SIGTERM first, at which a run saves a checkpoint
 """
 
 import contextlib
@@ -53,10 +53,17 @@ def launch(words: list[str], output: str, **variables: str) -> subprocess.Popen:
 
 
 def perform(commands: Commands, **variables: str) -> int:
-    """Run commands until one fails -> the exit status of the last."""
+    """Run commands until one fails -> the exit status of the last. KeyboardInterrupt ends it."""
     status = 0
     for command in commands:
-        if (status := launch(*command, **variables).wait()) not in GOOD:
+        process = launch(*command, **variables)
+        try:
+            status = process.wait(1e9)  # with a limit: only then can Ray interrupt it
+        except KeyboardInterrupt:
+            _kill(process, signal.SIGTERM)
+            process.wait(STOP_SECONDS)
+            raise
+        if status not in GOOD:
             break
     return status
 
@@ -172,10 +179,15 @@ class Cluster:
             self.ray.cancel(self._refs.pop(name), force=True)
 
     def close(self, gently: bool = False) -> None:
+        if refs := list(self._refs.values()) if gently else []:
+            for ref in refs:
+                self.ray.cancel(ref)  # KeyboardInterrupt in `perform`
+            self.ray.wait(refs, num_returns=len(refs), timeout=STOP_SECONDS)
         for name in list(self._refs):
             self.stop(name)
-        self.ray.autoscaler.sdk.request_resources(bundles=[])  # it may shrink again
-        self.ray.shutdown()
+        if self.ray.is_initialized():  # closed for the first time
+            self.ray.autoscaler.sdk.request_resources(bundles=[])  # it may shrink again
+            self.ray.shutdown()
 
 
 def connect(cluster: str, cpus: float, gpus: float, agents: int) -> Here | Cluster:
