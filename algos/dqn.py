@@ -15,8 +15,8 @@ What differs from the paper:
 - Adam instead of RMSProp, its learning rate annealed to zero; the gradient's norm is clipped;
 - batches of 128 (32), a buffer of 100,000 transitions (1 M), updates from step 1000 on (50,000); ε
   falls during a fifth of the run (the first million frames); two layers of 128 units;
-- eight environments collect; rewards are not clipped (paper: ±1), ε ends at 0.05 (0.1); a truncated
-  episode bootstraps from its true last observation;
+- eight environments collect; rewards are not clipped (paper: ±1), ε ends at 0.05 (0.1), evaluation
+  is greedy (ε = 0.05); a truncated episode bootstraps from its true last observation;
 - with --n-step, r is the discounted sum of n rewards, γⁿ replaces γ, both cut at an episode's end,
   and the random actions among the n are not corrected for;
 - with --prioritized, transitions are drawn by their TD errors; w in the loss corrects for this.

@@ -132,7 +132,7 @@ class Agent(nn.Module):
         """The actions, or entries of an action, that an agent has now (B, A, outputs) bool."""
         mask = self.action_mask.expand(*obs.shape[:-1], -1)
         allowed = obs[..., -mask.shape[-1] :] > 0 if self.available_in_obs else mask
-        return mask & (allowed | ~allowed.any(-1, keepdim=True))  # all if it has left: not used
+        return mask & (allowed | ~allowed.any(-1, keepdim=True))  # all of who has left: ignored
 
     def outputs(self, obs: Tensor) -> Tensor:
         """Logits, or actions before tanh, (B, A, outputs)."""
@@ -167,12 +167,11 @@ def collect(agent: Agent, envs: vec_envs.VecEnv, rollout: dict[str, Tensor]) -> 
         rollout["action"][t] = action
         rollout["alive"][t] = envs.alive
         _, reward, terminated, truncated, info = envs.step(agent.to_env(action))
-        done = terminated | truncated
         rollout["reward"][t] = reward
         rollout["next_obs"][t] = info["final_obs"]  # the true one, at an episode's end too
         rollout["next_alive"][t] = info["final_alive"]
         rollout["terminated"][t] = terminated
-        rollout["done"][t] = done
+        rollout["done"][t] = terminated | truncated
         rollout["episode_return"][t] = info["episode_return"]
         rollout["episode_length"][t] = info["episode_length"]
 

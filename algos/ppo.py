@@ -17,7 +17,7 @@ minibatch steps by Adam; `adapt_learning_rate`: with --target-kl the rate follow
   in evaluation and fixed within an iteration, so that π_old and π_θ see the same numbers;
 - advantages are normalised in each minibatch, gradients are clipped to a norm;
 - a truncated episode bootstraps from the value of its true last observation (`gae`);
-- orthogonal initial weights, the actor's last layer near zero.
+- orthogonal initial weights, the actor's last layer near zero; Adam's ε is 1e-5 (1e-8).
 The paper's MuJoCo runs: 2048 steps of 1 environment (here 64 of 64), minibatches of 64 (here 512),
 learning rate 3e-4 (here 5e-4).
 """

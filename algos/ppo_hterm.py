@@ -11,10 +11,10 @@ return is an energy; what is remembered becomes more probable. With R from `gae`
     python algos/ppo_hterm.py --env Ant
 
 L_H is advantage-weighted regression (AWR; Peng 2019, arXiv:1910.00177), akin to self-imitation (Oh
-2018, arXiv:1806.05635). What differs from ppo.py: `recall`, `hamiltonian_term` and where they are
-used; λ_H falls linearly to zero; continuous actions only; c_V, c_H and gradient norm are fixed
-(0.5, 0, 0.5). With λ_H = 0 it is ppo.py, bit for bit. What differs from AWR: PPO's loss is added; w
-is at most 3 (AWR: 20), divided by its mean; only μ learns; log π + H(π) is at least −20.
+2018, arXiv:1806.05635). What differs from ppo.py: `recall`, `hamiltonian_term` and their use;
+λ_H falls linearly to zero (with λ_H = 0 it is ppo.py, bit for bit); continuous actions only; c_V is
+0.5, c_H 0. What differs from AWR: PPO's loss is added; w is at most 3 (20) and divided by its mean;
+σ̄², the mean of π's variances, cancels 1/σ² in ∇ log π; only μ learns; log π + H(π) is at least −20.
 """
 
 from dataclasses import dataclass
@@ -99,12 +99,12 @@ class Agent(nn.Module):
 
     def __init__(self, observation_space, action_space, args: Args):
         super().__init__()
-        obs_dim, act_dim = observation_space.shape[0], action_space.shape[0]
+        obs_dim, outputs = observation_space.shape[0], action_space.shape[0]
         self.normalizer = Normalizer(obs_dim)
         self.reward_scaler = RewardScaler(args.num_envs, args.gamma)
-        self.actor = mlp(obs_dim, args.hidden_size, act_dim, last_gain=0.01)
+        self.actor = mlp(obs_dim, args.hidden_size, outputs, last_gain=0.01)
         self.critic = mlp(obs_dim, args.hidden_size, 1, last_gain=1.0)
-        self.log_std = nn.Parameter(torch.full((act_dim,), args.initial_log_std))
+        self.log_std = nn.Parameter(torch.full((outputs,), args.initial_log_std))
         self.register_buffer("hterm_coef", torch.tensor(0.0), persistent=False)  # λ_H now
         low, high = torch.tensor(action_space.low), torch.tensor(action_space.high)
         self.register_buffer("action_center", (high + low) / 2)
@@ -216,8 +216,8 @@ def hamiltonian_term(agent: Agent, past: dict[str, Tensor]) -> Tensor:
     std, mean = std_mean_over_learners(advantage.detach())
     weight = ((advantage.detach() - mean) / (std + 1e-8)).exp().clamp(max=3)
     weight = weight / mean_over_learners(weight.mean())
-    policy = agent.policy(past["obs"], fixed_std=True)  # only the mean learns
-    log_prob = policy.log_prob(past["action"]) + policy.entropy()
+    policy = agent.policy(past["obs"], fixed_std=True)  # only μ learns; σ² ∇ log π = a − μ
+    log_prob = policy.log_prob(past["action"]) + policy.entropy()  # + H: 0 on average
     likelihood = (weight * policy.variance.mean() * log_prob.clamp(min=-20)).mean()
     return 0.05 * advantage.square().mean() - likelihood
 

@@ -122,7 +122,7 @@ class Agent(nn.Module):
         agents, obs_dim = envs.num_agents, envs.single_observation_space.shape[0]
         num_actions = int(envs.single_action_space.n)
         self.available_in_obs = envs.available_in_obs
-        self.normalizer = Normalizer(agents * obs_dim)  # separate statistics of each agent
+        self.normalizer = Normalizer(agents * obs_dim, several=True)  # each agent its own
         self.reward_scaler = RewardScaler(args.num_envs, args.gamma)
         self.network = mlp(obs_dim + agents, args.hidden_size, num_actions)
         self.state_normalizer = Normalizer(envs.state_dim)
@@ -138,7 +138,7 @@ class Agent(nn.Module):
         """The actions that an agent has now (..., A, num_actions) bool."""
         mask = self.action_mask.expand(*obs.shape[:-1], -1)
         allowed = obs[..., -mask.shape[-1] :] > 0 if self.available_in_obs else mask
-        return mask & (allowed | ~allowed.any(-1, keepdim=True))  # all if it has left: not used
+        return mask & (allowed | ~allowed.any(-1, keepdim=True))  # all of who has left: ignored
 
     def values(self, obs: Tensor) -> Tensor:
         """Q_i of every action (..., A, num_actions), −10⁹ where it is not available."""
@@ -166,13 +166,12 @@ def collect(agent: Agent, envs: vec_envs.VecEnv, rollout: dict[str, Tensor]) -> 
         rollout["alive"][t] = envs.alive
         rollout["state"][t] = envs.state
         _, reward, terminated, truncated, info = envs.step(action)
-        done = terminated | truncated
         rollout["reward"][t] = reward
         rollout["next_obs"][t] = info["final_obs"]  # the true one, at an episode's end too
         rollout["next_alive"][t] = info["final_alive"]
         rollout["next_state"][t] = info["final_state"]
         rollout["terminated"][t] = terminated
-        rollout["done"][t] = done
+        rollout["done"][t] = terminated | truncated
         rollout["episode_return"][t] = info["episode_return"]
         rollout["episode_length"][t] = info["episode_length"]
 
@@ -182,11 +181,12 @@ def lambda_returns(reward, next_value, terminated, done, gamma: float) -> Tensor
 
     λ_t = λ (1 − done_t), and 0 at the last step of a window.
     """
+    discount = gamma * (~terminated).to(reward)
+    decay = TD_LAMBDA * (~done).to(reward)
     returns, following = torch.empty_like(reward), next_value[-1]
     for t in reversed(range(len(reward))):
-        trace = TD_LAMBDA * (~done[t]).to(reward)
-        future = (1 - trace) * next_value[t] + trace * following
-        returns[t] = following = reward[t] + gamma * future * ~terminated[t]
+        following = torch.lerp(next_value[t], following, decay[t])
+        returns[t] = following = reward[t] + discount[t] * following
     return returns
 
 

@@ -17,11 +17,11 @@ What differs from sac.py:
 - `target_entropy_at`: the paper's H̄ = 0.98 log |A| explores, but keeps the policy almost random; H̄
   falls from there (Xu et al. 2021, arXiv:2112.02852, lower it as well).
 What differs from the paper: this schedule; Q̄ moves a little at each update (copied every 8000);
-batches of 128 (64), no random steps at first (20,000), Adam's rate 1e-3 (3e-4), annealed to zero;
-observations are vectors, normalised by running statistics; eight environments; L(α) has log α in
-the place of α, which begins at 0.2; with --exploration-length, actions are repeated (otherwise
-Acrobot's goal is rarely found); with --n-step, r is the sum of n discounted rewards, without the
-entropies.
+batches of 128 (64), a buffer of 100,000 (1 M), no random steps at first (20,000), Adam's rate 1e-3
+(3e-4), annealed to zero; rewards are not clipped (±1); observations are vectors, normalised by
+running statistics; eight environments; L(α) has log α in the place of α, which begins at 0.2; with
+--exploration-length, actions are repeated, likely ones more often than π says (otherwise Acrobot's
+goal is rarely found); with --n-step, r is the sum of n discounted rewards, without the entropies.
 """
 
 import copy
@@ -139,8 +139,8 @@ class Agent(nn.Module):
 def collect(agent: Agent, envs: vec_envs.VecEnv, rollout: dict[str, Tensor]) -> None:
     """T steps in every environment: actions drawn from π, or the last one once more.
 
-    The last one is repeated with probability (1 − 1/L) π(a_{t−1}|s) / max_a π(a|s): often where π
-    leaves the choice open, hardly where it does not.
+    The last one is repeated with probability (1 − 1/L) π(a_{t−1}|s) / max_a π(a|s). So likely
+    actions are taken more often than π says; where π is uniform, each lasts L steps on average.
     """
     for t in range(len(rollout["obs"])):
         obs, last_action = envs.obs, rollout["action"][t - 1]  # t = 0: of the rollout before

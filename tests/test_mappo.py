@@ -185,7 +185,7 @@ def test_an_update_is_epochs_of_steps_on_the_whole_rollout():
     rollout, steps = random_rollout(), []
 
     def learn(agent, optimizer, batch, args):
-        steps.append((len(batch["obs"]), agent.normalizer.count.item()))
+        steps.append((len(batch["obs"]), agent.normalizer.count.max().item()))
         return mappo.gradient_step(agent, optimizer, batch, args)
 
     optimizer = torch.optim.SGD(agent.parameters(), 0.1)

@@ -387,15 +387,19 @@ def test_an_update_is_a_step_down_the_shortened_gradient(module, max_norm):
 def test_who_has_left_does_not_count_in_the_statistics():
     """Nor do zeros of an agent that was never there: its numbers stay as they are."""
     x = 5 + 2 * torch.randn(50, 4, 3, 2)  # (T, N, A, obs_dim)
-    alive = torch.rand(50, 4, 3) < torch.tensor([1.0, 0.2, 0.0])
-    normalizer = ppo.Normalizer(6)
-    normalizer.update((x * alive.unsqueeze(-1)).flatten(-2), alive)
+    x[40:] += 20
+    alive = torch.rand(50, 4, 3) < torch.tensor([1.0, 0.5, 0.0])
+    alive[40:, :, 1] &= torch.rand(10, 4) < 0.2  # the last ones weigh less: fewer are there
+    normalizer = ppo.Normalizer(6, several=True)
+    for part in ((0, 40), (40, 45), (45, 50)):
+        seen = (x * alive.unsqueeze(-1)).flatten(-2)[slice(*part)]
+        normalizer.update(seen, alive[slice(*part)])
     for i in (0, 1):
         living = x[:, :, i][alive[:, :, i]]
         torch.testing.assert_close(normalizer.mean[2 * i : 2 * i + 2], living.mean(0))
         torch.testing.assert_close(normalizer.var[2 * i : 2 * i + 2], living.var(0, correction=0))
     assert normalizer.mean[4:].tolist() == [0, 0] and normalizer.var[4:].tolist() == [1, 1]
-    everybody = ppo.Normalizer(6)
+    everybody = ppo.Normalizer(6, several=True)
     everybody.update(x.flatten(-2), torch.ones_like(alive))
     plain = ppo.Normalizer(6)
     plain.update(x.flatten(-2))

@@ -9,14 +9,15 @@ from algos.worker_learner.learners import mean_over_learners, var_mean_over_lear
 class Normalizer(nn.Module):
     """Observations with mean 0 and variance 1, by the statistics of all that was seen.
 
-    These are buffers: saved with the agent, and fixed from one `update` to the next.
+    These are buffers: saved with the agent, and fixed from one `update` to the next. `several`: of
+    several agents, some of which may leave, so that each entry has a count of its own.
     """
 
-    def __init__(self, size: int):
+    def __init__(self, size: int, several: bool = False):
         super().__init__()
         self.register_buffer("mean", torch.zeros(size))
         self.register_buffer("var", torch.ones(size))
-        self.register_buffer("count", torch.tensor(0.0))
+        self.register_buffer("count", torch.zeros(size if several else ()))
 
     def forward(self, x: Tensor) -> Tensor:  # (..., size)
         return ((x - self.mean) * torch.rsqrt(self.var + 1e-8)).clamp(-10, 10)
@@ -27,18 +28,17 @@ class Normalizer(nn.Module):
 
         With `alive` (..., A), x has an equal part of each agent; of who has left it does not count.
         """
-        x = x.reshape(-1, x.shape[-1])
+        x, part = x.reshape(-1, x.shape[-1]), 1.0
         if alive is None:
             var, mean = var_mean_over_learners(x, 0)
         else:
             counts = alive.reshape(len(x), -1).repeat_interleave(x.shape[1] // alive.shape[-1], 1)
-            part = mean_over_learners(counts.float().mean(0))  # (size,)
-            mean = mean_over_learners((counts * x).mean(0)) / part
-            var = mean_over_learners((counts * (x - mean).square()).mean(0)) / part
-            mean, var = (torch.where(part > 0, *x) for x in ((mean, self.mean), (var, self.var)))
-        size = len(x) * world_size()
+            part = mean_over_learners(counts.float().mean(0))  # (size,), 0 if none has lived
+            mean = mean_over_learners((counts * x).mean(0)) / part.clamp(min=1e-9)
+            var = mean_over_learners((counts * (x - mean).square()).mean(0)) / part.clamp(min=1e-9)
+        size = part * len(x) * world_size()
         self.count.add_(size)
-        share = size / self.count
+        share = size / self.count.clamp(min=1)
         between = (mean - self.mean).square() * (1 - share)
         self.mean.lerp_(mean, share)
         self.var.lerp_(var + between, share)
