@@ -16,7 +16,8 @@ What differs from sac.py:
 - `critic_loss`: the one pass; no target networks. `update`: the steps of actor and α are delayed.
 - Half the warm-up, wide critics, and Adam's β₁ = 0.5.
 What differs from the paper: four environments, critics 512 wide (2048), PyTorch's initial weights,
-and β₁ = 0.5 for α, too (authors' code: 0.9).
+γ = 0.99 on Swimmer, too (0.9999); from the authors' code: log α in place of α in L(α), and β₁ = 0.5
+for α, too (0.9).
 """
 
 import math
@@ -68,7 +69,7 @@ class Args(TransitionArgs):
     """width of the two hidden layers of the critics"""
 
 
-LIMITS = {"batch_size": (2, None)}
+LIMITS = {"batch_size": (2, None)}  # one transition has no variance
 
 # What differs by environment; a flag on the command line wins.
 TUNED = {
@@ -84,7 +85,7 @@ class BatchRenorm(nn.Module):
         y = (x − m) / s · r + d,   r = clip(s/σ, 1/3, 3),   d = clip((m − μ)/σ, −5, 5)
 
     so that y = (x − μ) / σ, as at evaluation, up to the clips. In the first 100,000 batches r = 1
-    and d = 0: batch normalisation, while the running statistics settle.
+    and d = 0: batch normalisation, while the running statistics settle (0.01 of each batch).
     """
 
     def __init__(self, features: int):
@@ -198,7 +199,7 @@ def collect(agent: Agent, envs: vec_envs.VecEnv, rollout: dict[str, Tensor]) -> 
 
 
 def critic_loss(agent: Agent, batch: dict) -> tuple[Tensor, Tensor]:
-    """Σ_i E[ ½ w ( Q_i(s, a) − y )² ] with importance weights w, and the TD errors (B,)."""
+    """Σ_i E[ ½ w ( Q_i(s, a) − y )² ] with importance weights w, and min_i Q_i − y (B,)."""
     with torch.no_grad():
         next_action, next_log_prob = agent.actor.sample(batch["next_obs"])
     obs = torch.cat((batch["obs"], batch["next_obs"]))  # (2 B, obs_dim)

@@ -12,8 +12,8 @@ Lillicrap et al. 2016, arXiv:1509.02971. With Q̄, μ̄ the slow target networks
 `collect` explores with noise on μ(s); `ReplayBuffer` mixes transitions of different times, so that
 the transitions of a batch are nearly independent; `soft_update` makes y change slowly.
 What differs from the paper (its values in brackets; most of ours are those of TD3's authors):
-- the noise is independent from step to step (paper: an Ornstein–Uhlenbeck process), σ = 0.1; the
-  first actions are uniform;
+- the noise is independent from step to step (paper: an Ornstein–Uhlenbeck process), σ = 0.1 (0.2);
+  the first actions are uniform;
 - two layers of 256 (400 and 300), the action enters the first (second), no batch normalisation,
   no weight decay, PyTorch's initial weights (the last layers near zero);
 - Adam's rate is 1e-3 for both networks (actor 1e-4), τ = 0.005 (0.001), batches of 256 (64);

@@ -16,8 +16,10 @@ b the policy that drew it, m_j is 1 until an episode ends, V̄(s) = Q̄(s, μ̄(
     python algos/ddpg_hterm.py --env Hopper
 
 What differs from ddpg.py: `collect` stores u, log b; `hamiltonian_term` and its part in `update`.
-With λ_H = 0 it is ddpg.py, bit for bit. What differs from the paper: TD errors, importance ratios,
-newest windows, falling λ_H, capped gradient. No effect is shown so far (benchmark/results/hterm).
+With λ_H = 0 it is ddpg.py, bit for bit. What differs from the paper and its code: TD errors
+(rewards), importance ratios, windows of new steps that stop with their episode, scale and bound of
+ĝ, γ (0.8), L(μ) in units of Q, falling λ_H, capped gradient. No effect is shown so far
+(benchmark/results/hterm).
 """
 
 import copy
@@ -195,6 +197,7 @@ def hamiltonian_term(agent, target: Agent, windows: dict, args: Args) -> tuple[T
         g = g / (agent.mean_square_g.lerp_(mean_square, 0.01).sqrt() + 1e-6)
         sample_size = (mask * ratio).sum().square() / ((mask * ratio.square()).sum() + 1e-8)
     distance = (u - policy.mean).square().sum(-1)
+    # g ≥ −1: minus a distance has no minimum, and would drive μ away without end
     return 0.5 * (mask * g.clamp(min=-1) * distance).sum() / total, sample_size
 
 

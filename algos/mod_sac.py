@@ -14,12 +14,13 @@ every second while it is large (λ → 0).
     python algos/mod_sac.py --env HalfCheetah
 
 What differs from sac.py: `critics_reliability`, and `due`: `train` asks n before an update.
-What differs from ElegantRL, which compares the ratio n_π / n_Q of the updates since the last
-rollout with 1 / (2 − λ), by the λ of this update, not of the one before: its L(Q) was half the sum
-of two smooth L1 losses (here of squares); in some of its versions the temperature does not wait.
-L(Q) has the unit of a squared return, so what is "large" depends on the rewards, which this script
-does not scale: the rule adapts where L(Q) comes below about 2; where rewards are so large that it
-never does, λ is 0 and the rule is a constant delay of two.
+What differs from ElegantRL (github.com/AI4Finance-Foundation/ElegantRL), which compares the ratio
+n_π / n_Q of the updates since the last rollout with 1 / (2 − λ), by the λ of this update, not of
+the one before: its L(Q) was half the sum of two smooth L1 losses (here of squares); in some of its
+versions the temperature does not wait. L(Q) has the unit of a squared return, so what is "large"
+depends on the rewards, which this script does not scale: the rule adapts where L(Q) comes below
+about 2; where rewards are so large that it never does, λ is 0 and the rule is a constant delay of
+two.
 """
 
 import copy
@@ -162,7 +163,7 @@ def collect(agent: Agent, envs: vec_envs.VecEnv, rollout: dict[str, Tensor]) -> 
 
 
 def critic_loss(agent: Agent, target: Critics, batch: dict) -> tuple[Tensor, Tensor]:
-    """Σ_i E[ ½ w ( Q_i(s, a) − y )² ] with importance weights w, and the TD errors (B,)."""
+    """Σ_i E[ ½ w ( Q_i(s, a) − y )² ] with importance weights w, and min_i Q_i − y (B,)."""
     with torch.no_grad():
         next_action, next_log_prob = agent.actor.sample(batch["next_obs"])
         next_value = torch.minimum(*target(batch["next_obs"], next_action))
@@ -253,7 +254,7 @@ def train(args: Args) -> Result:
         if step >= args.warmup_steps and len(replay) >= min(args.warmup_steps, args.buffer_size):
             for _ in range(int(before * args.utd_ratio), int(step * args.utd_ratio)):
                 batch = replay.sample(args.batch_size)
-                due = agent.policy_due.item() >= 0
+                due = agent.policy_due.item() >= 0  # here: a compiled update cannot ask a tensor
                 new, td_error = learn(agent, target, optimizers, batch, due, args)
                 losses |= new  # the actor's loss is not in every one
                 replay.update_priorities(batch["index"], td_error)

@@ -15,9 +15,10 @@ What differs from td3.py:
 - `critic_loss`, `actor_loss`: an entropy term; both use the smaller Q. No target actor, no delay;
   a' is drawn from π, which smooths the target as td3.py's noise did.
 - `temperature_loss`: α is adjusted so that the entropy approaches H̄.
-What differs from the paper: four environments collect, Adam's rate is td3.py's 1e-3 (paper: 3e-4),
-L(α) has log α in place of α (its gradient has the same sign). With --n-step, r sums n discounted
-rewards (no entropies), `discount` is γⁿ; with --prioritized, `weight` corrects L(Q) alone.
+What differs from the paper: four environments collect, the first 10,000 actions are uniform, log σ
+stays in [−20, 2] (as in the authors' code), Adam's rate is td3.py's 1e-3 (paper: 3e-4), L(α) has
+log α in place of α (its gradient has the same sign). With --n-step, r sums n discounted rewards (no
+entropies), `discount` is γⁿ; with --prioritized, `weight` corrects L(Q) alone.
 """
 
 import copy
@@ -157,7 +158,7 @@ def collect(agent: Agent, envs: vec_envs.VecEnv, rollout: dict[str, Tensor]) -> 
 
 
 def critic_loss(agent: Agent, target: Critics, batch: dict) -> tuple[Tensor, Tensor]:
-    """Σ_i E[ ½ w ( Q_i(s, a) − y )² ] with importance weights w, and the TD errors (B,)."""
+    """Σ_i E[ ½ w ( Q_i(s, a) − y )² ] with importance weights w, and min_i Q_i − y (B,)."""
     with torch.no_grad():
         next_action, next_log_prob = agent.actor.sample(batch["next_obs"])
         next_value = torch.minimum(*target(batch["next_obs"], next_action))

@@ -168,7 +168,7 @@ def target_entropy_at(step: int, args: Args) -> float:
 
 
 def critic_loss(agent: Agent, target: Critics, batch: dict) -> tuple[Tensor, Tensor]:
-    """Σ_i E[ ½ w ( Q_i(s, a) − y )² ] with importance weights w, and the TD errors (B,)."""
+    """Σ_i E[ ½ w ( Q_i(s, a) − y )² ] with importance weights w, and min_i Q_i − y (B,)."""
     with torch.no_grad():
         next_obs = agent.normalizer(batch["next_obs"])
         policy = agent.policy(next_obs)

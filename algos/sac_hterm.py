@@ -14,8 +14,10 @@ policy that drew u, m_j is 1 until an episode ends, V̄(s) = min_i Q̄_i(s, ã) 
     python algos/sac_hterm.py --env Hopper
 
 What differs from sac.py: `collect` stores u, log b; `hamiltonian_term` and its part in `update`.
-With λ_H = 0 it is sac.py, bit for bit. What differs from the paper: TD errors, importance ratios,
-newest windows, falling λ_H, capped gradient. No effect is shown so far (benchmark/results/hterm).
+With λ_H = 0 it is sac.py, bit for bit. What differs from the paper and its code: TD errors
+(rewards), importance ratios, windows of new steps that stop with their episode, entropy, baseline
+and scale of ĝ, γ (0.8), falling λ_H, capped gradient. No effect is shown so far
+(benchmark/results/hterm).
 """
 
 import copy
@@ -169,7 +171,7 @@ def collect(agent: Agent, envs: vec_envs.VecEnv, rollout: dict[str, Tensor]) -> 
 
 
 def critic_loss(agent: Agent, target: Critics, batch: dict) -> tuple[Tensor, Tensor]:
-    """Σ_i E[ ½ w ( Q_i(s, a) − y )² ] with importance weights w, and the TD errors (B,)."""
+    """Σ_i E[ ½ w ( Q_i(s, a) − y )² ] with importance weights w, and min_i Q_i − y (B,)."""
     with torch.no_grad():
         next_action, next_log_prob = agent.actor.sample(batch["next_obs"])
         next_value = torch.minimum(*target(batch["next_obs"], next_action))

@@ -149,7 +149,7 @@ def collect(agent: Agent, envs: vec_envs.VecEnv, rollout: dict[str, Tensor]) -> 
 
 
 def critic_loss(agent: Agent, target: Agent, batch: dict, args: Args) -> tuple[Tensor, Tensor]:
-    """Σ_i E[ ½ w ( Q_i(s, a) − y )² ] with importance weights w, and the TD errors (B,)."""
+    """Σ_i E[ ½ w ( Q_i(s, a) − y )² ] with importance weights w, and min_i Q_i − y (B,)."""
     with torch.no_grad():
         noise = args.target_noise * torch.randn_like(batch["action"])
         noise = noise.clamp(-args.target_noise_clip, args.target_noise_clip)

@@ -16,8 +16,10 @@ b the policy that drew it, m_j is 1 until an episode ends, V̄(s) = min_i Q̄_i(
     python algos/td3_hterm.py --env Hopper
 
 What differs from td3.py: `collect` stores u, log b; `hamiltonian_term` and its part in `update`.
-With λ_H = 0 it is td3.py, bit for bit. What differs from the paper: TD errors, importance ratios,
-newest windows, falling λ_H, capped gradient. No effect is shown so far (benchmark/results/hterm).
+With λ_H = 0 it is td3.py, bit for bit. What differs from the paper and its code: TD errors
+(rewards), importance ratios, windows of new steps that stop with their episode, scale and bound of
+ĝ, γ (0.8), L(μ) in units of Q, falling λ_H, capped gradient. No effect is shown so far
+(benchmark/results/hterm).
 """
 
 import copy
@@ -63,6 +65,10 @@ class Args(ReplayArgs):
     """τ: how far the target networks move at each of their updates"""
     exploration_noise: float = 0.1
     """σ of the noise on actions, in units of half the action range"""
+    target_noise: float = 0.2
+    """σ̃ of the noise on the target actor's actions"""
+    target_noise_clip: float = 0.5
+    """c: the absolute value to which the target noise is clipped"""
     policy_delay: int = 2
     """d: updates of the critics per update of actor and target networks"""
     hidden_size: int = 256
@@ -166,10 +172,11 @@ def collect(agent: Agent, envs: vec_envs.VecEnv, rollout: dict[str, Tensor]) -> 
         rollout["episode_length"][t] = info["episode_length"]
 
 
-def critic_loss(agent: Agent, target: Agent, batch: dict) -> tuple[Tensor, Tensor]:
-    """Σ_i E[ ½ w ( Q_i(s, a) − y )² ] with importance weights w, and the TD errors (B,)."""
+def critic_loss(agent: Agent, target: Agent, batch: dict, args: Args) -> tuple[Tensor, Tensor]:
+    """Σ_i E[ ½ w ( Q_i(s, a) − y )² ] with importance weights w, and min_i Q_i − y (B,)."""
     with torch.no_grad():
-        noise = (0.2 * torch.randn_like(batch["action"])).clamp(-0.5, 0.5)  # td3.py's σ̃ and c
+        noise = args.target_noise * torch.randn_like(batch["action"])
+        noise = noise.clamp(-args.target_noise_clip, args.target_noise_clip)
         next_action = (target.actor(batch["next_obs"]) + noise).clamp(-1, 1)
         next_value = torch.minimum(*target.critics(batch["next_obs"], next_action))
         y = batch["reward"] + batch["discount"] * ~batch["terminated"] * next_value
@@ -199,6 +206,7 @@ def hamiltonian_term(agent, target: Agent, windows: dict, args: Args) -> tuple[T
         g = g / (agent.mean_square_g.lerp_(mean_square, 0.01).sqrt() + 1e-6)
         sample_size = (mask * ratio).sum().square() / ((mask * ratio.square()).sum() + 1e-8)
     distance = (u - policy.mean).square().sum(-1)
+    # g ≥ −1: minus a distance has no minimum, and would drive μ away without end
     return 0.5 * (mask * g.clamp(min=-1) * distance).sum() / total, sample_size
 
 
@@ -212,7 +220,7 @@ def soft_update(target: nn.Module, network: nn.Module, tau: float) -> None:
 def update(agent: Agent, target, optimizers, batch, number, windows, args: Args):
     """Step `number` of critics, perhaps of actor and targets -> what to log."""
     critic_optimizer, actor_optimizer = optimizers
-    q_loss, _ = critic_loss(agent, target, batch)
+    q_loss, _ = critic_loss(agent, target, batch, args)
     critic_optimizer.zero_grad()
     q_loss.backward()
     average_gradients(agent.critics)

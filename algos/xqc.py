@@ -12,12 +12,13 @@ returns z_1 ... z_K: Q_i = Σ_k z_k p_ik. With p' those of the critic whose Q_i(
 
 What differs from crossq.py: `critic_loss`, `project`: cross-entropy has a bounded gradient. As
 `BatchNorm` follows each hidden layer, only the direction of weights counts; by `normalize_weights`
-the learning rate alone sets a step's angle: 3e-4 (1e-3), annealed to a tenth, β₁ 0.9 (0.5).
+the learning rate alone sets a step's angle: 3e-4 (crossq.py: 1e-3), annealed to a tenth, β₁ 0.9.
 Rewards are divided by σ, the standard deviation of the return; z is −5 to 5; four hidden layers; α
 begins at 0.01, H̄ is −dim(A)/2. Unlike the paper or its code: no target networks, 1 update a step
 (2), critics 256 wide (512), 4 environments, γ = 0.99 (1 − 5/episode length), rewards clipped to
 ±10, log σ ≥ −20 (−10), PyTorch's initial weights, of unit norm from the first step on, inputs
-without learned scale and shift, L(α) with log α. The actor's rate, too, falls to a tenth.
+without learned scale and shift, L(α) with log α; the rates of actor and α, too, fall to a tenth (to
+0.7), and the actor's running statistics move at its own updates (at those of the critics).
 """
 
 import math
@@ -70,7 +71,7 @@ class Args(TransitionArgs):
     """width of the four hidden layers of the critics"""
 
 
-LIMITS = {"batch_size": (2, None)}
+LIMITS = {"batch_size": (2, None)}  # one transition has no variance
 
 # What differs by environment; a flag on the command line wins.
 TUNED = {
@@ -189,13 +190,13 @@ def collect(agent: Agent, envs: vec_envs.VecEnv, rollout: dict[str, Tensor]) -> 
 def project(returns: Tensor, p: Tensor, bins: Tensor) -> Tensor:
     """p of `returns`, both (B, K), given to the two bins around each, so that its mean stays."""
     place = (returns.clamp(bins[0], bins[-1]) - bins[0]) / (bins[-1] - bins[0]) * (len(bins) - 1)
-    lower = place.long().clamp(0, len(bins) - 2)  # 0 also of a NaN, at which the run stops
+    lower = place.long().clamp(0, len(bins) - 2)  # so that lower + 1 exists, and of a NaN
     m = torch.zeros_like(p).scatter_add_(1, lower, p * (lower + 1 - place))
     return m.scatter_add_(1, lower + 1, p * (place - lower))
 
 
 def critic_loss(agent: Agent, batch: dict) -> tuple[Tensor, Tensor]:
-    """Σ_i E[ − w Σ_j m_j log p_ij(s, a) ] with importance weights w, and the TD errors (B,)."""
+    """Σ_i E[ − w Σ_j m_j log p_ij(s, a) ] with importance weights w, and min_i Q_i − y (B,)."""
     with torch.no_grad():
         next_action, next_log_prob = agent.actor.sample(batch["next_obs"])
     obs = torch.cat((batch["obs"], batch["next_obs"]))  # (2 B, obs_dim)
@@ -204,7 +205,8 @@ def critic_loss(agent: Agent, batch: dict) -> tuple[Tensor, Tensor]:
     agent.critics.eval()
     with torch.no_grad():
         z, next_p = agent.critics.bins, next_logits.softmax(-1)
-        next_p = torch.where(torch.less(*next_p @ z)[:, None], *next_p)  # (B, K), of the smaller Q
+        next_q1, next_q2 = next_p @ z  # (B,) each
+        next_p = torch.where((next_q1 < next_q2)[:, None], *next_p)  # (B, K), of the smaller Q
         next_return = z - (agent.log_temperature.exp() * next_log_prob)[:, None]
         discount = (batch["discount"] * ~batch["terminated"])[:, None]
         y = agent.reward_scaler.scale(batch["reward"])[:, None] + discount * next_return

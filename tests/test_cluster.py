@@ -89,8 +89,10 @@ def test_at_ctrl_c_the_runs_on_the_nodes_save(cluster, tmp_path, monkeypatch):
 
 def test_a_node_without_the_folders_is_one_sentence(cluster):
     add_node(cluster)
-    program = f"""from algos.worker_learner import segments
-pool = segments.connect("{cluster.address}", 1, 0, 1)
+    program = f"""from types import SimpleNamespace
+from algos.worker_learner import segments
+args = SimpleNamespace(cluster="{cluster.address}", cpus=1, gpus=0, agents=1)
+pool = segments.Cluster(args)
 pool.start("00000/0", [(["true"], "/none/run0.out")])
 while not pool.wait(5):
     pass"""

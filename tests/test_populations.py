@@ -18,6 +18,7 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -745,7 +746,7 @@ def test_mistakes_are_one_sentence(stand_in, tmp_path, capsys):
     fails("--cpus 1000", "--cpus 1000 --gpus 0: no room here for a run")
     with mock.patch.dict(sys.modules, ray=None):
         advice = 'pip install -e ".[cluster]"'
-        fails("--cluster auto", f"--cluster is auto, which needs Ray: {advice}")
+        fails("--cluster auto", f"--cluster needs Ray: {advice}")
     with pytest.raises(SystemExit, match="2"):
         drive("tournament", new, "--algos ppo sac --env Known", "--epochs 3")
     assert "--epochs" in (said := capsys.readouterr().err) and "sac.py" in said
@@ -793,7 +794,7 @@ def test_who_is_killed_again_and_again_has_failed(stand_in, tmp_path):
 
 
 def test_segments_are_started_killed_and_chained_here(tmp_path):
-    pool = Here(1, 0)
+    pool = Here(SimpleNamespace(cpus=1, gpus=0))
     assert pool.slots() == CORES
     commands = [(["sh", "-c", f"echo {x}"], str(tmp_path / f"{x}.txt")) for x in "ab"]
     pool.start("good", commands)
@@ -829,7 +830,7 @@ def test_each_segment_has_a_gpu_of_those_that_this_process_may_use(visible, expe
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    pool = Here(1, 0.5)
+    pool = Here(SimpleNamespace(cpus=1, gpus=0.5))
     for name in "abcd":
         pool.start(name, [(["true"], "out")])
     assert "".join(x["CUDA_VISIBLE_DEVICES"] for x in given) == expected

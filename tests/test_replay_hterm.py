@@ -309,7 +309,7 @@ def update_of(script, coef, windows=None, values=True):
     batch |= {"weight": ones, "discount": GAMMA * ones}
     other, temperature = copy.deepcopy(agent), 0.0
     torch.manual_seed(7)
-    script.critic_loss(other, target, batch)
+    script.critic_loss(other, target, batch, *([args] if script is td3_hterm else []))
     loss = script.actor_loss(other, batch)
     if script is sac_hterm:
         loss, log_prob = loss

@@ -61,10 +61,7 @@ PAIRS = {
         | {"update", "train"},
     ),
     ("ddpg", "ddpg_hterm"): (96, {"Args", "Agent", "collect", "update", "train"}),
-    ("td3", "td3_hterm"): (
-        100,
-        {"Args", "Agent", "collect", "critic_loss", "update", "train"},
-    ),
+    ("td3", "td3_hterm"): (100, {"Args", "Agent", "collect", "update", "train"}),
     ("sac", "sac_hterm"): (104, {"Args", "Actor", "Agent", "collect", "update", "train"}),
     ("ddpg_hterm", "td3_hterm"): (
         54,

@@ -345,7 +345,7 @@ def test_what_changes_during_a_run(script, tmp_path, monkeypatch):
         assert torch.isin(batch["reward"], torch.cat(raw)).all()
         statistics = [agent.normalizer, agent.reward_scaler.statistics]
         statistics += [agent.state_normalizer] if script is qmix else []
-        assert all((x.count == 40 * len(raw)).all() for x in statistics)  # of all that was seen so far
+        assert all((x.count == 40 * len(raw)).all() for x in statistics)  # of all so far
         alpha = agent.lowering_weight.item() if script is vdn else 1.0
         seen.append((optimizer.param_groups[0]["lr"], agent.epsilon.item(), alpha))
         return original(agent, target, optimizer, batch, args)

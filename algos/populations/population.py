@@ -41,7 +41,7 @@ class Population:
         if args.cluster != "none":  # whose nodes work in other folders
             self.root = self.root.absolute()
         self.hyperparameters, self.period = agents.settings(algos, args, words)
-        self.pool = segments.connect(args.cluster, args.cpus, args.gpus, args.agents)
+        self.pool = (segments.Here if args.cluster == "none" else segments.Cluster)(args)
         if args.cluster == "none" and not self.pool.slots():
             raise UserError(f"--cpus {args.cpus:g} --gpus {args.gpus:g}: no room here for a run")
         self.agents: dict[str, Agent] = {}

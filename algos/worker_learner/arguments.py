@@ -136,8 +136,7 @@ def resolve(args: RunArgs, script: str, limits: dict[str, tuple]) -> RunArgs:
     if (size := getattr(args, "batch_size", 0)) > getattr(args, "buffer_size", size):
         raise UserError(f"--batch-size is {size}; allowed is at most --buffer-size, which is less")
     if args.device not in ("cpu", "auto") and not gpu:
-        advice = "for a new run use cpu or auto"
-        raise UserError(f"--device is {args.device}, but torch finds no CUDA device; {advice}")
+        raise UserError(f"--device is {args.device}, but torch finds no CUDA device; use auto")
     if args.device == "auto":
         args.device = "cuda" if gpu else "cpu"
     if not args.num_envs:

@@ -55,11 +55,8 @@ def mean_over_learners(x: Tensor) -> Tensor:
     return _MeanOverLearners.apply(x) if world_size() > 1 else x
 
 
-class _MeanOverLearners(torch.autograd.Function):
-    """m = 1/N Σ_i x_i, where the whole loss is a mean, 1/N Σ_j L_j(m): so is then its gradient.
-
-    Not torch.distributed.nn.functional.all_reduce: deprecated, for a function of a private module.
-    """
+class _MeanOverLearners(torch.autograd.Function):  # torch's own all_reduce is deprecated
+    """m = 1/N Σ_i x_i, where the whole loss is a mean, 1/N Σ_j L_j(m): so is then its gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

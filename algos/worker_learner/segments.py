@@ -3,7 +3,7 @@
 A segment is a list of commands, run one after the other; each is (words, file of its output), and
 its errors are in the file of that name that ends in .log. Where the run folder of a training
 command holds a run already, that run goes on: a segment may be killed and started again anywhere.
-`connect` gives what runs them, with these functions:
+What runs them, `Here` or a `Cluster`, has these functions:
 
     slots()                 how many segments there is room for at this moment
     start(name, commands)   begin one
@@ -20,6 +20,7 @@ import socket
 import subprocess
 import sys
 import time
+from typing import Any
 
 import torch
 
@@ -28,7 +29,6 @@ from vec_envs.core import available_cores
 
 STOP_SECONDS = 60  # that a run may take to save, once it is asked to end
 GOOD = 0, 3  # exit statuses: finished, paused (run.PAUSED)
-NOTICE = "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"  # lest Ray warn about what it does with GPUs
 
 Commands = list[tuple[list[str], str]]
 
@@ -54,7 +54,6 @@ def launch(words: list[str], output: str, **variables: str) -> subprocess.Popen:
 
 def perform(commands: Commands, **variables: str) -> int:
     """Run commands until one fails -> the exit status of the last. KeyboardInterrupt ends it."""
-    status = 0
     for command in commands:
         process = launch(*command, **variables)
         try:
@@ -69,10 +68,10 @@ def perform(commands: Commands, **variables: str) -> int:
 
 
 class Here:
-    """This machine: as many segments as its cores and GPUs hold, each `cpus` and `gpus` of them."""
+    """This machine: as many segments as its cores and GPUs hold, each --cpus and --gpus of them."""
 
-    def __init__(self, cpus: float, gpus: float):
-        self.cpus, self.gpus = cpus, gpus
+    def __init__(self, args: Any):
+        self.cpus, self.gpus = args.cpus, args.gpus
         self._running: dict[str, tuple] = {}  # name -> its process, the commands after it, its GPU
 
     def slots(self) -> int:
@@ -127,26 +126,25 @@ def _kill(process: subprocess.Popen, number: int) -> None:
 class Cluster:
     """A Ray cluster: the same commands as tasks. Every node sees the same folders and this code."""
 
-    def __init__(self, address: str, cpus: float, gpus: float, agents: int):
-        os.environ.setdefault(NOTICE, "0")
+    def __init__(self, args: Any):
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # else Ray warns
         try:
             import ray
         except ImportError:
-            advice = 'pip install -e ".[cluster]"'
-            raise UserError(f"--cluster is {address}, which needs Ray: {advice}") from None
+            raise UserError('--cluster needs Ray: pip install -e ".[cluster]"') from None
         try:
             options = {"log_to_driver": False, "logging_level": "error"}
-            ray.init(address=address, ignore_reinit_error=True, **options)
+            ray.init(address=args.cluster, ignore_reinit_error=True, **options)
         except (ConnectionError, ValueError, RuntimeError) as error:
-            advice = "ray start --head starts one; none is this machine alone"
-            raise UserError(f"--cluster is {address}, but no cluster answers; {advice}") from error
+            advice = "no cluster answers; ray start --head starts one; none is this machine alone"
+            raise UserError(f"--cluster is {args.cluster}, but {advice}") from error
         # By value: a node's worker process need not import this package, and with it torch.
         ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-        self.ray, self.cpus, self.gpus = ray, cpus, gpus
+        self.ray, self.cpus, self.gpus = ray, args.cpus, args.gpus
         self._refs: dict[str, object] = {}
-        self._task = ray.remote(num_cpus=cpus, num_gpus=gpus, max_retries=-1)(perform)
-        bundle = {"CPU": cpus, **({"GPU": gpus} if gpus else {})}
-        ray.autoscaler.sdk.request_resources(bundles=[bundle] * agents)  # where it can grow
+        self._task = ray.remote(num_cpus=self.cpus, num_gpus=self.gpus, max_retries=-1)(perform)
+        bundle = {"CPU": self.cpus, **({"GPU": self.gpus} if self.gpus else {})}
+        ray.autoscaler.sdk.request_resources(bundles=[bundle] * args.agents)  # where it can grow
 
     def slots(self) -> int:
         there = self.ray.cluster_resources()
@@ -188,8 +186,3 @@ class Cluster:
         if self.ray.is_initialized():  # closed for the first time
             self.ray.autoscaler.sdk.request_resources(bundles=[])  # it may shrink again
             self.ray.shutdown()
-
-
-def connect(cluster: str, cpus: float, gpus: float, agents: int) -> Here | Cluster:
-    """What runs segments of `cpus` and `gpus` each: --cluster none, auto, or an address."""
-    return Here(cpus, gpus) if cluster == "none" else Cluster(cluster, cpus, gpus, agents)

@@ -133,9 +133,9 @@ class Workers:
     `collect(agent, envs, rollout)` steps `envs` with `agent` and fills the tensors of `rollout`,
     each (time, env, ...). Worker processes fill their own columns of the same tensors, which then
     lie in shared memory; `agent` there is a copy that is refreshed before each collection. With
-    `ahead`, for off-policy learners, they collect the next rollout while the learner learns.
-    `actions` says which the script supports: "any", "bounded" (continuous) or "discrete". A script
-    for several agents says so by `multi_agent`, and gets their axis as the third.
+    `ahead`, for off-policy learners, they collect the next rollout while the learner learns, by the
+    agent (weights, warm-up) of one iteration before. `actions`: those that the script supports,
+    "any", "bounded" (continuous) or "discrete". `multi_agent`: with an axis of agents, the third.
     """
 
     def __init__(
