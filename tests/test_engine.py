@@ -6,6 +6,7 @@ import shutil
 import sys
 import sysconfig
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -215,3 +216,60 @@ def test_learners_who_join_a_run_go_on_without_graphs(capsys):
     """A run that began alone on a GPU has chosen them; nobody typed what is impossible now."""
     assert engine.choose_compile(sac.Args(compile="graphs"), "cuda", True, 2) == "none"
     assert "graphs needs one learner on a GPU; the run goes on" in capsys.readouterr().out
+
+
+def two_networks(update, how, steps=6):
+    """`update` of two networks, one after the other, repeated -> what it returned, all weights."""
+    torch.manual_seed(0)
+    networks = [torch.nn.Linear(3, 1) for _ in range(2)]
+    adams = [torch.optim.Adam(network.parameters(), 0.1) for network in networks]
+    args = sac.Args(device="cpu", compile=how)
+    learn = update if how == "none" else engine.compiled(update, 2, args)
+    found = [learn(networks, adams, torch.ones(4, 3), 10 * i, i) for i in range(steps)]
+    return found, torch.cat([x.flatten() for net in networks for x in net.parameters()]), args
+
+
+def test_an_update_that_cannot_be_one_graph_runs_as_it_is(capsys):
+    """In two graphs, backward() added to gradients that zero_grad() had not cleared, silently."""
+    if engine.choose_compile(sac.Args(), "cpu", False) == "none":
+        pytest.skip("nothing is compiled here")
+
+    def update(networks, adams, x, step, number, stops=True):
+        for network, adam in zip(networks, adams, strict=True):
+            loss = network(x).square().mean()
+            adam.zero_grad()
+            loss.backward()
+            adam.step()
+            if stops and loss > 1e9:  # which depends on a tensor
+                print("large")
+        return step, number % 2
+
+    given = list(range(0, 60, 10))
+    (expected, weights, _), (found, same, args) = (
+        two_networks(update, how) for how in ("none", "default")
+    )
+    assert args.compile == "none" and "From here on not compiled: " in capsys.readouterr().out
+    torch.testing.assert_close(same, weights, rtol=0, atol=0)
+    assert found == expected == list(zip(given, [0, 1] * 3, strict=True))
+    # and in one graph, only `number` is what it is in its period
+    found, same, args = two_networks(partial(update, stops=False), "default")
+    assert args.compile == "default", capsys.readouterr().out
+    assert found == expected
+    torch.testing.assert_close(same, weights)
+
+
+def test_an_optimizer_that_run_start_was_not_given_is_not_taken_for_adam(capsys):
+    if engine.choose_compile(sac.Args(), "cpu", False) == "none":
+        pytest.skip("nothing is compiled here")
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.AdamW([weight], 0.1, weight_decay=10.0)
+
+    def update(optimizer):
+        optimizer.zero_grad()
+        weight.sum().backward()
+        optimizer.step()
+
+    learn = engine.compiled(update, 1, sac.Args(device="cpu", compile="default"))
+    learn(optimizer), learn(optimizer)
+    assert "not compiled: an optimizer is not a plain Adam" in capsys.readouterr().out
+    assert weight[0] < -0.09  # 1 → 1 · (1 − 0.1 · 10) − 0.1 → −0.1

@@ -300,3 +300,11 @@ def test_memory_is_what_it_must_hold(prioritized):
             seen.add(thing.data_ptr())
             held += thing.untyped_storage().nbytes()
     assert must <= held < 1.05 * must
+
+
+def test_a_td_error_of_another_shape_is_an_error():
+    """Of a critic whose output was not squeezed: (B, 1) − (B,) is (B, B), and trains."""
+    replay = ReplayBuffer(fake_run(), Stream().empty(), 100)
+    replay.update_priorities(torch.arange(4), torch.ones(4))
+    with pytest.raises(UserError, match=r"have the shape \(4, 4\); it must be .* \(4,\)"):
+        replay.update_priorities(torch.arange(4), torch.ones(4, 4))

@@ -653,8 +653,63 @@ def test_numbers_of_numpy_and_paths_are_arguments(tmp_path, monkeypatch):
     assert sac.train(sac.Args(resume=folder, total_steps=np.int64(400))).step == 400
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "allowed"),
+    [
+        ("compile", "nope", "auto, none, default, onednn, graphs"),
+        ("gamma", "high", "one of type float"),
+        ("gamma", None, "one of type float"),
+        ("seed", 1.5, "one of type int"),
+        ("save_replay", "false", "one of type bool"),  # which is true, as every text
+    ],
+)
+def test_a_value_of_another_kind_is_a_sentence(name, value, allowed, tmp_path):
+    """As a program may give it, or who edits args.json."""
+    args = dataclasses.replace(sac.Args(env="Pendulum", run_dir=str(tmp_path)), **{name: value})
+    said = f"{name.replace('_', '-')} is {value!r}; allowed is {allowed}"
+    with pytest.raises(UserError, match=said):
+        sac.train(args)
+
+
+class Curriculum:
+    """What somebody may want to be saved."""
+
+    def __init__(self, level):
+        self.level = level
+
+    def state_dict(self):
+        return {"levels": [self.level]}
+
+    def load_state_dict(self, state):
+        (self.level,) = state["levels"]
+
+
+def test_a_state_that_could_not_be_loaded_is_refused_at_once():
+    """It was saved, and --resume called the checkpoint damaged."""
+    for level in (1, 0.5, "easy", torch.ones(2), {"a": None}):
+        files.check_loadable("curriculum", Curriculum(level))
+    for level, kind in ((np.float64(1), "numpy"), (Path("x"), "pathlib")):
+        with pytest.raises(UserError, match=f"the state of curriculum has .*{kind}.* tensors, num"):
+            files.check_loadable("curriculum", Curriculum(level))
+
+
+def test_a_second_resume_meets_other_episodes(tmp_path, monkeypatch):
+    """An environment that raised would raise again, for ever: its seed followed from the step."""
+    begun = []
+    monkeypatch.setattr(Workers, "start_anew", lambda self, step: begun.append(step))
+    args = ppo.Args(
+        env="CartPole-v1", num_envs=2, num_steps=8, minibatch_size=8, hidden_size=8, device="cpu",
+        total_steps=64, pause_at=32, eval_every=0, eval_episodes=1, run_dir=str(tmp_path / "run"),
+    )  # fmt: skip
+    again = dataclasses.replace(args, resume=args.run_dir, run_dir="")
+    for one in (args, again, again):
+        with pytest.raises(SystemExit):
+            ppo.train(one)
+    assert begun == [33, 34]
+
+
 def test_a_device_of_another_name_is_a_sentence():
-    with pytest.raises(UserError, match="--device is cuda:1, but torch finds no CUDA device"):
+    with pytest.raises(UserError, match="--device is 'cuda:1'; allowed is auto, cpu, cuda"):
         ppo.train(ppo.Args(device="cuda:1"))
 
 
@@ -1172,7 +1227,10 @@ def test_the_speed_is_that_after_the_first_update(monkeypatch):
     )  # fmt: skip
     Run.log(run, 1000, {}, replay_size=1000)  # only random actions yet
     Run.log(run, 2000, {"critic": torch.tensor(1.0)})
-    run.training_return = 5.0
+    run.training_return, run.fail = 5.0, pytest.fail
+    with pytest.raises(pytest.fail.Exception, match=r"losses/td has the shape \(3,\); log one"):
+        Run.log(run, 2500, {"td": torch.ones(3)})
+    clock = iter((110,))
     Run.log(run, 3000, {"critic": torch.tensor(1.0)})
     assert written == [None, None, 100] and shown == ["training return 5"]
     assert rechecked == [run.args]
@@ -1356,7 +1414,7 @@ def test_a_program_that_cannot_be_imported_again_is_told_before_an_evaluation(tm
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert ended.returncode == 1
-    assert "the evaluator process could not begin; does your program" in ended.stderr
+    assert "the evaluator could not import your program; is it a file" in ended.stderr
 
 
 def test_segments_chain_to_the_undisturbed_run(references, tmp_path):

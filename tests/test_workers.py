@@ -22,7 +22,7 @@ ROOT = Path(__file__).parent.parent
 def fake_run(args):
     """What `Workers` ask of a run."""
     cpu, at_end = torch.device("cpu"), contextlib.ExitStack()
-    return SimpleNamespace(args=args, device=cpu, at_end=at_end, check_rollout=lambda rollout: None)
+    return SimpleNamespace(args=args, device=cpu, at_end=at_end)
 
 
 @pytest.mark.parametrize("module", [ppo, sac])
@@ -219,7 +219,7 @@ def test_too_little_shared_memory_is_one_sentence(monkeypatch):
         Evaluator(args, agent)
 
 
-def test_one_policy_waits_for_the_evaluator_the_newest(monkeypatch):
+def test_one_policy_waits_for_the_evaluator_the_newest(monkeypatch, capsys):
     """The queue had no bound, and every checkpoint held all the weights in it."""
     asked, answers = [], []
 
@@ -227,9 +227,12 @@ def test_one_policy_waits_for_the_evaluator_the_newest(monkeypatch):
         close = None
 
         def __init__(self, *arguments):
-            self.ask = asked.append
+            self.ask, self.process = asked.append, SimpleNamespace(exitcode=None)
+            self._start = lambda: asked.append("another process")
 
         def answer(self, wait):
+            if answers and isinstance(answers[-1], Exception):
+                raise answers.pop()
             return answers.pop() if answers else None
 
     monkeypatch.setattr(module, "Child", Answering)
@@ -243,3 +246,19 @@ def test_one_policy_waits_for_the_evaluator_the_newest(monkeypatch):
     assert step == 1 and torch.equal(weights["bias"], agent.bias + 1)
     assert [step for step, _ in evaluator.pending] == [9] and asked == [1, 9]
     assert torch.equal(evaluator._agent.bias, agent.bias + 9)
+    # one that fails is left out, lest a resumed run fail again; two in a row are no accident
+    evaluator.submit(10, agent.state_dict())
+    answers.append(module.ChildFailed("the evaluator failed: it rained"))
+    assert evaluator.results() == [] and asked == [1, 9, "another process", 10]
+    assert (
+        "it rained; there is no evaluation of step 9. Training goes on." in capsys.readouterr().out
+    )
+    answers.append({"return": 1.0})
+    assert len(evaluator.results()) == 1
+    for step, message in ((11, "once"), (12, "twice")):
+        evaluator.submit(step, agent.state_dict())
+        answers.append(module.ChildFailed(message))
+        if step == 11:
+            evaluator.results()
+    with pytest.raises(UserError, match="twice"):
+        evaluator.results()

@@ -200,7 +200,9 @@ def flattener(name: str, space: gymnasium.Space) -> Callable[[Any], np.ndarray]:
 
 
 def number(reward: Any) -> float:
-    """A reward, which some environments return in an array."""
+    """A reward, which some environments return in an array. ContractError if it is not a number."""
+    if reward is None or np.size(reward) != 1:
+        raise ContractError(f"the environment's reward is {reward!r}; it must be one number")
     return np.asarray(reward, float).item()
 
 

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from algos.populations.agents import ALGOS, Agent
+from algos.populations.agents import Agent, script_path
 from algos.worker_learner import files
 from algos.worker_learner.arguments import command_line
 
@@ -95,7 +95,8 @@ def summary(population: Any, winner: Agent, again: dict[str, Any]) -> str:
     before = f"{winner.score:.1f} ± {winner.error:.1f} over {winner.episodes} episodes"
     after = f"{again['score']:.1f} ± {again['error']:.1f} on {again['episodes']} fresh ones"
     after += ", which had no part in its selection" if again["error"] else ", all alike"
-    play = command_line(os.path.relpath(ALGOS / "play.py"), str(population.root / "best"))
+    play = os.path.relpath(script_path(winner.script).with_name("play.py"))
+    play = command_line(play, str(population.root / "best"))
     return f"\nBest: agent {winner.id}, {before}; {after}.\nWatch or film it: {play}"
 
 

@@ -12,11 +12,13 @@ import shutil
 import signal
 import sys
 import time
+import typing
 from collections.abc import Callable
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, Literal
 
+import gymnasium
 import torch
 import tyro
 from tqdm import tqdm
@@ -126,9 +128,19 @@ def check_args(args: Any, limits: dict[str, tuple]) -> None:
 def resolve(args: RunArgs, script: str, limits: dict[str, tuple]) -> RunArgs:
     """The arguments checked, with what depends on the machine decided."""
     args, gpu = dataclasses.replace(args), torch.cuda.is_available()
-    for field in dataclasses.fields(args):  # in a program they may be NumPy's numbers, or a Path
-        if field.type in (bool, int, float, str):
-            setattr(args, field.name, field.type(getattr(args, field.name)))
+    for field in dataclasses.fields(args):  # not only typed: from a program, or from args.json
+        value, kind, good = getattr(args, field.name), field.type, True
+        if typing.get_origin(kind) is Literal:
+            good = value in typing.get_args(kind)
+        elif kind in (bool, int, float, str):  # NumPy's numbers, a Path
+            try:
+                setattr(args, field.name, kind(value))
+                good = kind in (float, str) or kind(value) == value
+            except (ValueError, TypeError, OverflowError):
+                good = False
+        if not good:
+            allowed = ", ".join(typing.get_args(kind)) or f"one of type {kind.__name__}"
+            raise UserError(f"{flag(field.name)} is {value!r}; allowed is {allowed}")
     check_args(args, limits)
     if args.total_steps < (warmup := getattr(args, "warmup_steps", 0)):
         least = f"at least --warmup-steps, {warmup}, before which nothing is learned"
@@ -136,7 +148,7 @@ def resolve(args: RunArgs, script: str, limits: dict[str, tuple]) -> RunArgs:
     if (size := getattr(args, "batch_size", 0)) > getattr(args, "buffer_size", size):
         raise UserError(f"--batch-size is {size}; allowed is at most --buffer-size, which is less")
     if args.device not in ("cpu", "auto") and not gpu:
-        raise UserError(f"--device is {args.device}, but torch finds no CUDA device; use auto")
+        raise UserError(f"--device is {args.device}, but torch finds no CUDA device; use cpu")
     if args.device == "auto":
         args.device = "cuda" if gpu else "cpu"
     if not args.num_envs:
@@ -151,6 +163,21 @@ def resolve(args: RunArgs, script: str, limits: dict[str, tuple]) -> RunArgs:
     env, stamp = re.sub("[:/]", "-", args.env), time.strftime("%Y%m%d-%H%M%S")
     args.run_dir = args.run_dir or f"runs/{env}__{script}__{args.seed}__{stamp}"
     return args
+
+
+def check_actions(env: str, space: gymnasium.Space, actions: str, multi_agent: bool) -> None:
+    """UserError where a script cannot choose actions from a space."""
+    discrete = isinstance(space, gymnasium.spaces.Discrete)
+    if actions == "discrete" and not discrete:
+        fit = "mappo.py, maddpg.py and matd3.py" if multi_agent else "sac.py, td3.py and ppo.py"
+        raise UserError(f"--env {env} has continuous actions; {fit} fit it")
+    if actions == "bounded" and discrete:
+        raise UserError(f"--env {env} has discrete actions; dqn.py, ppo.py and a2c.py fit it")
+    if not discrete:
+        width = torch.tensor(space.high) - torch.tensor(space.low)
+        if not width.float().isfinite().all():
+            what = "actions without bounds, or with bounds too far apart for float32"
+            raise UserError(f"--env {env} has {what}; change its action space")
 
 
 def learners_share(args: RunArgs, rank: int, learners: int, limits: dict[str, tuple]) -> RunArgs:

@@ -170,37 +170,58 @@ class _Adam:
             weight.sub_(self.rate / (1 - beta1**t) * m / (root + self.eps))
 
 
+def counting(update: Callable, period: int) -> Callable:
+    """A function of update's inputs that makes `number` period − 1, at each last of them, or 0."""
+    names, last = list(inspect.signature(update).parameters), period - 1
+    if "number" not in names:
+        return lambda inputs: inputs
+    at = names.index("number")
+    return lambda x: (*x[:at], last * (x[at] % period == last), *x[at + 1 :])
+
+
 def compiled(update: Callable, period: int, args: Any) -> Callable:
     """`update` with its losses, their gradients and the optimizers' steps as one compiled graph.
 
-    It may do another thing where its number is the last of `period`. The first updates run as they
-    are: in them Adam makes its moments.
+    It may do another thing where its `number` is the last of `period`. The first updates run as
+    they are: in them Adam makes its moments. Where it cannot be one graph, all do: in two graphs
+    backward() would add to gradients that zero_grad() has not cleared.
     """
     torch._dynamo.config.trace_autograd_ops = True  # through backward(), by torch 2.13
 
     def without_gradients(*inputs: Any) -> Any:
         return pytree.tree_map_only(Tensor, Tensor.detach, update(*inputs))
 
+    # The compiler counts its graphs by code; those of other runs in this process are not ours.
+    without_gradients.__code__ = without_gradients.__code__.replace()
     options = {"fallback_random": args.device == "cpu"}  # the compiler draws its own one by one
     if args.compile == "onednn":
         from algos.worker_learner.products import OneDNN  # here, as it imports the compiler
 
         options["post_grad_custom_post_pass"] = OneDNN()
-    compute = torch.compile(without_gradients, options=options)
+    compute = torch.compile(without_gradients, options=options, fullgraph=True)
     twins: dict[torch.optim.Adam, _Adam] = {}
-    last = period - 1
+    count, exc = counting(update, period), torch._dynamo.exc
+    failures = exc.TorchDynamoException, exc.FailOnRecompileLimitHit
 
     def learn(*inputs: Any) -> Any:
-        leaves, tree = pytree.tree_flatten(inputs)
-        adams = [x for x in leaves if isinstance(x, torch.optim.Adam)]
+        leaves, tree = pytree.tree_flatten(count(inputs))
+        adams = [x for x in leaves if isinstance(x, torch.optim.Optimizer)]
         if args.compile == "none" or not all(adam.state for adam in adams):
             return update(*inputs)
-        for adam in adams:
-            twin = twins[adam] = twins.get(adam) or _Adam(adam)
-            twin.rate.fill_(adam.param_groups[0]["lr"])  # a number would be compiled as it is
-        leaves = [twins[x] if isinstance(x, torch.optim.Adam) else x for x in leaves]
-        leaves = [last * (x % period == last) if type(x) is int else x for x in leaves]
-        return compute(*pytree.tree_unflatten(leaves, tree))
+        try:
+            for adam in adams:
+                if adam not in twins and not fits(args.compile, {"": adam}):
+                    raise exc.Unsupported("an optimizer is not a plain Adam")
+                twin = twins[adam] = twins.get(adam) or _Adam(adam)
+                twin.rate.fill_(adam.param_groups[0]["lr"])  # a number would be compiled as it is
+            leaves = [twins[x] if isinstance(x, torch.optim.Optimizer) else x for x in leaves]
+            return compute(*pytree.tree_unflatten(leaves, tree))
+        except failures as error:  # before anything was computed
+            args.compile = "none"
+            places = re.findall(r'File "(.*?)", (line \d+)', str(error))
+            where = " (" + ", ".join(places[-1]) + ")" if places else ""
+            tell(f"From here on not compiled: {str(error).strip().splitlines()[0]}{where}")
+            return update(*inputs)
 
     return learn
 
@@ -208,21 +229,21 @@ def compiled(update: Callable, period: int, args: Any) -> Callable:
 def captured(function: Callable, period: int, args: Any) -> Callable:
     """`function`, recorded as a CUDA graph: one launch for hundreds of kernels, the same results.
 
-    There is a graph for each combination of shapes, and another where the number of an update is
+    There is a graph for each combination of shapes, and another where the `number` of an update is
     the last of `period`; twice each runs without. Whatever is no tensor changes in place: modules,
     optimizers. What a graph returns is overwritten when it runs again.
     """
     runs: dict[tuple, int] = {}
     graphs: dict[tuple, tuple] = {}
     rates: dict[int, Tensor] = {}
+    count = counting(function, period)
 
     def graphed(*inputs: Any) -> Any:
         if args.compile == "none":
             return function(*inputs)
-        leaves, tree = pytree.tree_flatten(inputs)
+        leaves, tree = pytree.tree_flatten(count(inputs))
         given = [x for x in leaves if isinstance(x, Tensor)]
-        last = period - 1
-        key = [x % period == last if type(x) is int else getattr(x, "shape", x) for x in leaves]
+        key = [getattr(x, "shape", x) for x in leaves]
         key = tuple(x if x.__hash__ else id(x) for x in key)
         runs[key] = runs.get(key, 0) + 1
         with _capturable(leaves, rates):

@@ -3,7 +3,11 @@
 import contextlib
 import copy
 import fcntl
+import io
+import json
 import os
+import pickle
+import re
 import socket
 import time
 import zipfile
@@ -146,6 +150,23 @@ def save(content: Any, path: Path, backup: bool = False) -> None:
     if backup and path.exists():
         os.replace(path, path.with_suffix(".prev.pt"))
     os.replace(temporary, path)
+
+
+def check_loadable(name: str, thing: Any) -> None:
+    """UserError where the state of a thing given to run.start could be saved, but not loaded."""
+    torch.save(thing.state_dict(), file := io.BytesIO())
+    try:
+        torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+    except pickle.UnpicklingError as error:
+        what = re.search(r"GLOBAL (\S+)", str(error))
+        allowed = "a checkpoint can have tensors, numbers, text, lists, dicts"
+        found = f"the state of {name} has {what[1] if what else 'another type'}"
+        raise UserError(f"run.start: {found}; {allowed}") from None
+
+
+def times_resumed(folder: Path) -> int:
+    """How many times the run in it was resumed."""
+    return json.loads((folder / "args.json").read_text()).get("resumed", 0)
 
 
 def load_checked(path: Path) -> tuple[Any, str]:

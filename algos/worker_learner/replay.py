@@ -120,7 +120,10 @@ class ReplayBuffer:
         return index, (weight / weight.max()).float()
 
     def update_priorities(self, index: Tensor, td_error: Tensor) -> None:
-        """p = (|δ| + ε)^α for the transitions (B,) of a batch; does nothing if uniform."""
+        """p = (|δ| + ε)^α for the transitions (B,) of a batch; changes nothing if uniform."""
+        if td_error.shape != index.shape:  # a value (B, 1) minus one (B,) is (B, B)
+            shapes = f"{tuple(td_error.shape)}; it must be that of the batch, {tuple(index.shape)}"
+            self._run.fail(f"update_priorities: the TD errors have the shape {shapes}")
         if self.prioritized:
             priority = (td_error.detach().abs().float() + 1e-6) ** self.alpha
             self.largest = torch.maximum(self.largest, priority.max())

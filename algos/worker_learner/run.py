@@ -79,13 +79,14 @@ class Run:
 
     # The run's life: start, log, evaluate, checkpoint, finish.
 
-    def start(self, agent: nn.Module, **state: Any) -> int:
+    def start(self, agent: nn.Module, workers: Any, **state: Any) -> int:
         """Say what runs where; after --resume put the saved state back. Returns the step to go on.
 
-        `agent` and every object in `state` have `state_dict` and `load_state_dict`, and together
-        they are all that the future of the run depends on, besides torch's random generators.
+        `agent`, `workers` and every object in `state` have `state_dict` (of tensors, numbers, text,
+        lists, dicts) and `load_state_dict`, and together they are all that the future of the run
+        depends on, besides torch's random generators.
         """
-        self._state, workers, args = {"agent": agent, **state}, state["workers"], self.args
+        self._state, args = {"agent": agent, "workers": workers, **state}, self.args
         if not engine.fits(args.compile, state):
             args.compile = "none"  # which the first line says
         try:
@@ -93,11 +94,14 @@ class Run:
             if self.rank == 0:
                 files.lock(self.dir)  # who still trains there may save once more
                 self.at_end.callback(files.unlock, self.dir)
+            self._times = files.times_resumed(self.dir) + 1 if self.resumed else 0
             pending = self._load_state()
+            for name, thing in () if self.resumed else self._state.items():
+                files.check_loadable(name, thing)
             if self.step and not workers.go_on:
                 where = "a VecEnv's, in one process on a CPU, with the same number of learners,"
                 tell(f"Not exact: environments start new episodes; only {where} can be restored.")
-                workers.start_anew(self.step)
+                workers.start_anew(self.step + self._times)  # each time other ones
                 self.end_episodes()
             if self.rank == 0:
                 self._open_files({step for step, _ in pending})
@@ -128,7 +132,10 @@ class Run:
         return self.step
 
     def compile(self, update: Callable, period: int = 1) -> Callable:
-        """`update`, as a graph where --compile says so: numbers stay in it, tensors may change."""
+        """`update` as one graph, where --compile says so; tensors may change, attributes may not.
+
+        It may do another thing where its argument `number` is the last of `period`.
+        """
         self.args.compile = engine.unless_debugged(self.args.compile, update)
         make = {"none": None, "graphs": engine.captured}.get(self.args.compile, engine.compiled)
         return make(update, period, self.args) if make else update
@@ -143,6 +150,9 @@ class Run:
         metrics = {f"losses/{name}": value for name, value in losses.items()}
         metrics |= {f"charts/{name}": value for name, value in charts.items()}
         numbers = [torch.as_tensor(x, device=self.device).double() for x in metrics.values()]
+        for tag, x in zip(metrics, numbers, strict=True):
+            if x.dim():
+                self.fail(f"{tag} has the shape {tuple(x.shape)}; log one number, as its mean()")
         numbers = mean_over_learners(torch.stack(numbers).detach()).tolist()  # one transfer for all
         metrics = dict(zip(metrics, numbers, strict=True))
         for tag, value in metrics.items():
@@ -240,18 +250,6 @@ class Run:
             if hasattr(thing, "end_episodes"):
                 thing.end_episodes()
 
-    def check_rollout(self, rollout: dict[str, Tensor]) -> None:
-        """UserError that names the first NaN or infinity in a rollout (time, env, ...)."""
-        floats = {name: x for name, x in rollout.items() if x.is_floating_point()}
-        if math.isfinite(sum(x.sum() for x in floats.values())):  # one transfer for all
-            return
-        wrong = {name: (~x.isfinite()).nonzero() for name, x in floats.items()}
-        firsts = [(places[0].tolist(), name) for name, places in wrong.items() if len(places)]
-        if firsts:  # else only the sum was too large
-            place, name = min(firsts, key=lambda first: first[0][0])
-            step = self.step + (place[0] + 1) * self.args.num_envs * self.world_size
-            self.fail(f"{name} is {rollout[name][tuple(place)]} at step {step}: training stopped")
-
     def check_weights(self) -> None:
         """UserError if there is a NaN or infinity in the agent."""
         for name, x in self._state["agent"].state_dict().items():
@@ -329,6 +327,7 @@ class Run:
         if not self.resumed:
             files.check_unused(self.dir)
         content = {"script": self.script, "args": dataclasses.asdict(self._whole_args)}
+        content["resumed"] = self._times
         save(json.dumps(content, indent=2) + "\n", self.dir / "args.json")
         if self.step >= self.args.total_steps:
             pending = {*pending, self.step}  # `finish` evaluates again
@@ -389,11 +388,12 @@ class Run:
         try:
             for name, thing in state.items():
                 thing.load_state_dict(saved[name])
-            for name in OWN if own else ():
-                setattr(self, name, own[name])
+            for attribute in OWN if own else ():
+                setattr(self, attribute, own[attribute])
             for put, numbers in zip(PUT_RANDOM, own["random"] if own else (), strict=False):
                 put(numbers)
         except (RuntimeError, LookupError, ValueError, TypeError) as error:
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-            misfit = f"{self._file.name} does not fit args.json and {self.script}.py ({reason})"
+            misfit = f"{self._file.name} does not fit args.json and {self.script}.py"
+            misfit = f"{misfit} ({name}: {reason})"
             raise UserError(f"--resume {self.dir}: {misfit}") from None

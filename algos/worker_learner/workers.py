@@ -5,6 +5,7 @@ import copy
 import ctypes
 import dataclasses
 import itertools
+import math
 import os
 import shutil
 import signal
@@ -20,13 +21,17 @@ import torch.multiprocessing
 from torch import Tensor, distributed, nn
 
 import vec_envs
-from algos.worker_learner.arguments import RunArgs, UserError, hung_up, warn
+from algos.worker_learner.arguments import RunArgs, UserError, check_actions, hung_up, warn
 from vec_envs.core import Elsewhere, available_cores, start_forkserver, unblock_signals
 
 MAX_RESTARTS = 3  # of a child process that dies, before the run gives up
 SILENT_SECONDS = 60  # until a silent worker is named, and named again
 LONGEST_EVALUATION = 20_000  # steps, for environments whose episodes need not end
 SHARED_MEMORY = "/dev/shm"
+
+
+class ChildFailed(UserError):
+    """What the function of a child process raised."""
 
 
 class Child:
@@ -70,8 +75,8 @@ class Child:
                 self.close()  # it may live on without its pipe, and write where its successor does
                 code = self.process.exitcode
                 if code == 1:  # it could not import the program again
-                    hint = "does your program call train under if __name__ == '__main__'?"
-                    raise UserError(f"{self.name} process could not begin; {hint}") from None
+                    hint = "is it a file, and does it call train under if __name__ == '__main__'?"
+                    raise UserError(f"{self.name} could not import your program; {hint}") from None
                 if self.restarts == MAX_RESTARTS:
                     died = f"process died {MAX_RESTARTS + 1} times (exit code {code})"
                     raise UserError(f"{self.name} {died}") from None
@@ -81,7 +86,7 @@ class Child:
                 self._start()
                 self.ask(self._question)
         if isinstance(answer, tuple) and answer[0] == "error":
-            raise UserError(f"{self.name} failed: {answer[1]}")
+            raise ChildFailed(f"{self.name} failed: {answer[1]}")
         return answer
 
     def close(self) -> None:
@@ -155,7 +160,7 @@ class Workers:
             raise UserError(f"--env {args.env} has {has}; {fit} fits it")
         self.observation_space = self.envs.single_observation_space
         self.action_space = self.envs.single_action_space
-        _check_actions(args.env, self.action_space, actions, multi_agent)
+        check_actions(args.env, self.action_space, actions, multi_agent)
         self.exact_resume = here and device.type == "cpu" and self.envs.exact_resume
         self.go_on = False  # with the episodes that were saved
         if here and device.type != run.device.type:
@@ -211,14 +216,27 @@ class Workers:
                 self._collect(self._agent, self.envs, self._rollout)
         except Exception as error:
             self._run.check_weights()  # of a NaN, perhaps, whose cause is here
-            self._run.check_rollout(self._rollout)  # or here
+            self._check_rollout()  # or here
             if isinstance(error, UserError | vec_envs.core.ContractError):
                 self._run.fail(error)
             if (good := self._run.dir / "checkpoint.pt").exists():
                 error.add_note(f"The last good checkpoint is {good}")
             raise
-        self._run.check_rollout(self._rollout)
+        self._check_rollout()
         return self._rollout
+
+    def _check_rollout(self) -> None:
+        """UserError that names the first NaN or infinity in the rollout."""
+        floats = {name: x for name, x in self._rollout.items() if x.is_floating_point()}
+        if math.isfinite(sum(x.sum() for x in floats.values())):  # one transfer for all
+            return
+        wrong = {name: (~x.isfinite()).nonzero() for name, x in floats.items()}
+        firsts = [(places[0].tolist(), name) for name, places in wrong.items() if len(places)]
+        if firsts:  # else only the sum was too large
+            place, name = min(firsts, key=lambda first: first[0][0])
+            step = (place[0] + 1) * self.args.num_envs * self._run.world_size + self._run.step
+            found = self._rollout[name][tuple(place)]
+            self._run.fail(f"{name} is {found} at step {step}: training stopped")
 
     def _collect_from_children(self) -> None:
         if not self._asked:
@@ -288,6 +306,7 @@ class Evaluator:
         self._agent, _ = shared(agent, {}, "the evaluator")
         self._child = Child("the evaluator", _evaluator_main, self._agent, args)
         self.pending: list[tuple[int, dict[str, Tensor]]] = []  # (step, weights): scored, waiting
+        self._failed = False  # the last time
         self.close = self._child.close
 
     def submit(self, step: int, weights: dict[str, Tensor]) -> None:
@@ -301,8 +320,19 @@ class Evaluator:
         finished = []
         if self._child.process.exitcode == 1:  # it could not begin: said now, and not when asked
             self._child.answer()
-        while self.pending and (answer := self._child.answer(wait)) is not None:
-            finished.append((*self.pending.pop(0), answer))
+        while self.pending:
+            try:
+                if (answer := self._child.answer(wait)) is None:
+                    break
+                finished.append((*self.pending.pop(0), answer))
+                self._failed = False
+            except ChildFailed as error:
+                step, _ = self.pending.pop(0)  # lest a resumed run fail again
+                if self._failed:
+                    raise
+                self._failed = True
+                warn(f"{error}; there is no evaluation of step {step}. Training goes on.")
+                self._child._start()
             if self.pending:
                 self._ask()
         return finished
@@ -357,17 +387,3 @@ def _make_envs(args: RunArgs, num_envs: int, seed: int, device: Any = "cpu") -> 
         return vec_envs.make(args.env, num_envs, device, seed, args.env_threads)
     except ValueError as error:
         raise UserError(f"--env {args.env}: {str(error).removeprefix(f'{args.env}: ')}") from None
-
-
-def _check_actions(env: str, space: gymnasium.Space, actions: str, multi_agent: bool) -> None:
-    discrete = isinstance(space, gymnasium.spaces.Discrete)
-    if actions == "discrete" and not discrete:
-        fit = "mappo.py, maddpg.py and matd3.py" if multi_agent else "sac.py, td3.py and ppo.py"
-        raise UserError(f"--env {env} has continuous actions; {fit} fit it")
-    if actions == "bounded" and discrete:
-        raise UserError(f"--env {env} has discrete actions; dqn.py, ppo.py and a2c.py fit it")
-    if not discrete:
-        width = torch.tensor(space.high) - torch.tensor(space.low)
-        if not width.float().isfinite().all():
-            what = "actions without bounds, or with bounds too far apart for float32"
-            raise UserError(f"--env {env} has {what}; change its action space")
