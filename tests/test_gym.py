@@ -12,8 +12,8 @@ from gymnasium.spaces import Box, Discrete
 
 from algos.worker_learner.workers import score
 from vec_envs import make
-from vec_envs.core import env_seeds
-from vec_envs.gym import INSTALL, NO_TIME_LIMIT, GymEnv
+from vec_envs.core import ContractError, env_seeds
+from vec_envs.gym import INSTALL, NO_TIME_LIMIT, GymEnv, number
 
 PACKAGE = '''
 import gymnasium
@@ -306,6 +306,14 @@ def sloppy():
     gymnasium.register("Sloppy-v0", Sloppy)
     yield "Sloppy-v0"
     del gymnasium.registry["Sloppy-v0"]
+
+
+@pytest.mark.parametrize("reward", [None, np.ones(2), []])
+def test_a_reward_that_is_not_a_number_is_an_error(reward):
+    with pytest.raises(
+        ContractError, match="the environment's reward is .*; it must be one number"
+    ):
+        number(reward)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
