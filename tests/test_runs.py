@@ -687,10 +687,10 @@ class Curriculum:
 def test_a_state_that_could_not_be_loaded_is_refused_at_once():
     """It was saved, and --resume called the checkpoint damaged."""
     for level in (1, 0.5, "easy", torch.ones(2), {"a": None}):
-        files.check_loadable("curriculum", Curriculum(level))
+        files.check_loadable({"curriculum": Curriculum(level)})
     for level, kind in ((np.float64(1), "numpy"), (Path("x"), "pathlib")):
         with pytest.raises(UserError, match=f"the state of curriculum has .*{kind}.* tensors, num"):
-            files.check_loadable("curriculum", Curriculum(level))
+            files.check_loadable({"curriculum": Curriculum(level)})
 
 
 def test_a_second_resume_meets_other_episodes(tmp_path, monkeypatch):
@@ -1143,6 +1143,45 @@ def test_nan_stops_the_run(tmp_path):
                 assert all(value.isfinite().all() for value in saved["agent"].values())
             for rows in metrics(ended.dir):
                 assert math.isfinite(rows[3])
+
+
+FRAIL_PACKAGE = """
+    import gymnasium, multiprocessing, pathlib
+    from gymnasium.envs.classic_control import CartPoleEnv
+    from vec_envs.core import ContractError
+
+    class Frail(CartPoleEnv):  # it fails in an evaluation, as often as `falls` has letters
+        def reset(self, **options):
+            falls = pathlib.Path(__file__).with_name("falls")
+            if multiprocessing.parent_process() is not None and (left := falls.read_text()):
+                falls.write_text(left[1:])
+                raise ContractError("it rained")
+            return super().reset(**options)
+
+    gymnasium.register("Frail-v0", Frail, max_episode_steps=50)
+"""
+
+
+def test_an_evaluation_that_fails_is_left_out(tmp_path):
+    """It ended the run, and each resumed one again: the checkpoint held the evaluation."""
+    (tmp_path / "frail.py").write_text(textwrap.dedent(FRAIL_PACKAGE))
+    falls = tmp_path / "falls"
+
+    def run(name, letters, eval_every):
+        falls.write_text(letters)
+        flags = f"--env frail:Frail-v0 {TINY} --eval-every {eval_every}"
+        return start(flags, tmp_path / name, paths=(tmp_path,))
+
+    ended = finish(run("once", "x", 2000))  # at 2000, 4000 and the end, 6000
+    assert "it rained; there is no evaluation of step" in ended.out and "nan" not in ended.out
+    steps = [row[0] for row in metrics(ended.dir) if row[2] == "eval/episodic_return"]
+    assert 6000 <= max(steps) and load(ended.dir)["pending_evaluations"] == []
+    ended = finish(run("last", "x", 0))
+    assert "last nan" in ended.out
+    again = finish(resume(ended.dir, paths=(tmp_path,)))
+    assert "nan" not in again.out
+    ended = finish(run("twice", "xx", 2000), 1)
+    assert "the evaluator failed: ContractError: it rained" in ended.err
 
 
 @pytest.mark.parametrize("env", ["CartPole-v1", "pettingzoo:mpe2.simple_spread_v3"])

@@ -152,16 +152,17 @@ def save(content: Any, path: Path, backup: bool = False) -> None:
     os.replace(temporary, path)
 
 
-def check_loadable(name: str, thing: Any) -> None:
-    """UserError where the state of a thing given to run.start could be saved, but not loaded."""
-    torch.save(thing.state_dict(), file := io.BytesIO())
-    try:
-        torch.load(io.BytesIO(file.getvalue()), weights_only=True)
-    except pickle.UnpicklingError as error:
-        what = re.search(r"GLOBAL (\S+)", str(error))
-        allowed = "a checkpoint can have tensors, numbers, text, lists, dicts"
-        found = f"the state of {name} has {what[1] if what else 'another type'}"
-        raise UserError(f"run.start: {found}; {allowed}") from None
+def check_loadable(state: dict[str, Any]) -> None:
+    """UserError for a thing in it whose state_dict() could be saved, but not loaded."""
+    for name, thing in state.items():
+        torch.save(thing.state_dict(), file := io.BytesIO())
+        try:
+            torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+        except pickle.UnpicklingError as error:
+            what = re.search(r"GLOBAL (\S+)", str(error))
+            allowed = "a checkpoint can have tensors, numbers, text, lists, dicts"
+            found = f"the state of {name} has {what[1] if what else 'another type'}"
+            raise UserError(f"run.start: {found}; {allowed}") from None
 
 
 def times_resumed(folder: Path) -> int:

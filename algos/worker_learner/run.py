@@ -96,8 +96,7 @@ class Run:
                 self.at_end.callback(files.unlock, self.dir)
             self._times = files.times_resumed(self.dir) + 1 if self.resumed else 0
             pending = self._load_state()
-            for name, thing in () if self.resumed else self._state.items():
-                files.check_loadable(name, thing)
+            files.check_loadable({} if self.resumed else self._state)
             if self.step and not workers.go_on:
                 where = "a VecEnv's, in one process on a CPU, with the same number of learners,"
                 tell(f"Not exact: environments start new episodes; only {where} can be restored.")
@@ -218,6 +217,8 @@ class Run:
                 self._collect_evaluations(wait=0.2)
                 if self._stop_signal:
                     self.checkpoint(step)
+            if self._evaluator.failed:
+                self.last_return = math.nan  # what it is now is that of an older policy
             self._began = time.perf_counter() - seconds  # to wait is not to train
             saved = self._save()  # the evaluations it waited for are no longer pending
             quietly("learning_curve.png", plot, self.dir, f"{self.script} on {self.args.env}")

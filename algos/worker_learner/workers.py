@@ -306,7 +306,7 @@ class Evaluator:
         self._agent, _ = shared(agent, {}, "the evaluator")
         self._child = Child("the evaluator", _evaluator_main, self._agent, args)
         self.pending: list[tuple[int, dict[str, Tensor]]] = []  # (step, weights): scored, waiting
-        self._failed = False  # the last time
+        self.failed = False  # the last time
         self.close = self._child.close
 
     def submit(self, step: int, weights: dict[str, Tensor]) -> None:
@@ -325,12 +325,12 @@ class Evaluator:
                 if (answer := self._child.answer(wait)) is None:
                     break
                 finished.append((*self.pending.pop(0), answer))
-                self._failed = False
+                self.failed = False
             except ChildFailed as error:
                 step, _ = self.pending.pop(0)  # lest a resumed run fail again
-                if self._failed:
+                if self.failed:
                     raise
-                self._failed = True
+                self.failed = True
                 warn(f"{error}; there is no evaluation of step {step}. Training goes on.")
                 self._child._start()
             if self.pending:
