@@ -273,3 +273,19 @@ def test_an_optimizer_that_run_start_was_not_given_is_not_taken_for_adam(capsys)
     learn(optimizer), learn(optimizer)
     assert "not compiled: an optimizer is not a plain Adam" in capsys.readouterr().out
     assert weight[0] < -0.09  # 1 → 1 · (1 − 0.1 · 10) − 0.1 → −0.1
+
+
+def test_an_optimizer_that_is_not_saved_is_named_once(capsys):
+    weight = torch.nn.Parameter(torch.ones(2))
+    weight.grad = torch.ones(2)
+    saved, forgotten = torch.optim.SGD([weight], 0.1), torch.optim.Adam([weight], 0.1)
+    end = engine.watch_optimizers([saved, "something else"])
+    for optimizer in (saved, forgotten, forgotten):
+        optimizer.step()
+    warning = (
+        "Warning: an optimizer was not given to run.start: a resumed run will begin it anew.\n"
+    )
+    assert capsys.readouterr().out == warning
+    end()
+    torch.optim.SGD([weight], 0.1).step()
+    assert capsys.readouterr().out == ""

@@ -31,7 +31,7 @@ SMALL |= {"critic_hidden_size": 8}
 class NoEvaluator:
     """In place of a process, of which this test has no need."""
 
-    pending = ()
+    pending, failed = (), False
 
     def __init__(self, *arguments):
         pass

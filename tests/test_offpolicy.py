@@ -517,7 +517,7 @@ class NoEvaluator:
     """In place of the evaluator's process."""
 
     def __init__(self, *_):
-        self.pending = []
+        self.pending, self.failed = [], False
 
     def submit(self, *_):
         pass

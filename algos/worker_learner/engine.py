@@ -9,16 +9,18 @@ import re
 import shutil
 import sys
 import sysconfig
+import threading
 import timeit
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 
-from algos.worker_learner.arguments import UserError, tell
+from algos.worker_learner.arguments import UserError, tell, warn
 from vec_envs.core import available_cores
 
 WIDE = 256  # units of a layer from which on products of matrices take most of an update
@@ -140,6 +142,18 @@ def fits(how: str, state: dict[str, Any]) -> bool:
     options = [[x.get(k) for x in adam.param_groups for k in OPTIONS] for adam in optimizers]
     plain = all(type(x) is torch.optim.Adam for x in optimizers)  # as _Adam is
     return plain and all(values == [0, False, False] for values in options)
+
+
+def watch_optimizers(known: Iterable) -> Callable:
+    """Warn of one whose steps would not be resumed, since it is not known -> how to end this."""
+    ids, thread = set(map(id, known)), threading.get_ident()
+
+    def look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if threading.get_ident() == thread and id(optimizer) not in ids:
+            ids.add(id(optimizer))
+            warn("an optimizer was not given to run.start: a resumed run will begin it anew.")
+
+    return register_optimizer_step_pre_hook(look).remove
 
 
 class _Adam:

@@ -82,9 +82,8 @@ class Run:
     def start(self, agent: nn.Module, workers: Any, **state: Any) -> int:
         """Say what runs where; after --resume put the saved state back. Returns the step to go on.
 
-        `agent`, `workers` and every object in `state` have `state_dict` (of tensors, numbers, text,
-        lists, dicts) and `load_state_dict`, and together they are all that the future of the run
-        depends on, besides torch's random generators.
+        All have `state_dict` (tensors, numbers, text, lists, dicts) and `load_state_dict`, and are
+        all that the future of the run depends on, besides torch's random generators.
         """
         self._state, args = {"agent": agent, "workers": workers, **state}, self.args
         if not engine.fits(args.compile, state):
@@ -97,6 +96,7 @@ class Run:
             self._times = files.times_resumed(self.dir) + 1 if self.resumed else 0
             pending = self._load_state()
             files.check_loadable({} if self.resumed else self._state)
+            self.at_end.callback(engine.watch_optimizers(self._state.values()))
             if self.step and not workers.go_on:
                 where = "a VecEnv's, in one process on a CPU, with the same number of learners,"
                 tell(f"Not exact: environments start new episodes; only {where} can be restored.")
