@@ -282,10 +282,7 @@ def test_an_optimizer_that_is_not_saved_is_named_once(capsys):
     end = engine.watch_optimizers([saved, "something else"])
     for optimizer in (saved, forgotten, forgotten):
         optimizer.step()
-    warning = (
-        "Warning: an optimizer was not given to run.start: a resumed run will begin it anew.\n"
-    )
-    assert capsys.readouterr().out == warning
+    assert capsys.readouterr().out.count("Warning: an optimizer was not given to run.start") == 1
     end()
     torch.optim.SGD([weight], 0.1).step()
     assert capsys.readouterr().out == ""

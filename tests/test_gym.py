@@ -308,7 +308,7 @@ def sloppy():
     del gymnasium.registry["Sloppy-v0"]
 
 
-@pytest.mark.parametrize("reward", [None, np.ones(2), []])
+@pytest.mark.parametrize("reward", [None, np.ones(2), [], "x", {}])
 def test_a_reward_that_is_not_a_number_is_an_error(reward):
     with pytest.raises(ContractError, match=r"reward is .*; it must be one number"):
         number(reward)

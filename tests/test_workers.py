@@ -262,3 +262,6 @@ def test_one_policy_waits_for_the_evaluator_the_newest(monkeypatch, capsys):
             evaluator.results()
     with pytest.raises(UserError, match="twice"):
         evaluator.results()
+    evaluator.submit(13, agent.state_dict())
+    answers.append(module.ChildFailed("at the end"))
+    assert evaluator.results(wait=0.2) == [] and evaluator.failed and not evaluator.pending

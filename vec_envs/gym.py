@@ -9,6 +9,7 @@ among processes. Episodes, time limits and random generators are Gymnasium's own
 `reset(seed=env_seeds(seed, num_envs)[i])`.
 """
 
+import contextlib
 import importlib
 import math
 import multiprocessing
@@ -201,9 +202,10 @@ def flattener(name: str, space: gymnasium.Space) -> Callable[[Any], np.ndarray]:
 
 def number(reward: Any) -> float:
     """A reward, which some environments return in an array. ContractError if it is not a number."""
-    if reward is None or np.size(reward) != 1:
-        raise ContractError(f"the environment's reward is {reward!r}; it must be one number")
-    return np.asarray(reward, float).item()
+    with contextlib.suppress(TypeError, ValueError):
+        if reward is not None:
+            return np.asarray(reward, float).item()
+    raise ContractError(f"the environment's reward is {reward!r}; it must be one number")
 
 
 def own_action(action: np.ndarray, space: gymnasium.Space) -> Any:

@@ -135,11 +135,12 @@ def resolve(args: RunArgs, script: str, limits: dict[str, tuple]) -> RunArgs:
         elif kind in (bool, int, float, str):  # NumPy's numbers, a Path
             try:
                 setattr(args, field.name, kind(value))
-                good = kind in (float, str) or kind(value) == value
+                same = isinstance(value, str | os.PathLike) if kind is str else kind(value) == value
+                good = same or kind is float
             except (ValueError, TypeError, OverflowError):
                 good = False
         if not good:
-            allowed = ", ".join(typing.get_args(kind)) or f"one of type {kind.__name__}"
+            allowed = ", ".join(map(str, typing.get_args(kind))) or f"one of type {kind.__name__}"
             raise UserError(f"{flag(field.name)} is {value!r}; allowed is {allowed}")
     check_args(args, limits)
     if args.total_steps < (warmup := getattr(args, "warmup_steps", 0)):

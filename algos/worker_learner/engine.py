@@ -151,7 +151,8 @@ def watch_optimizers(known: Iterable) -> Callable:
     def look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if threading.get_ident() == thread and id(optimizer) not in ids:
             ids.add(id(optimizer))
-            warn("an optimizer was not given to run.start: a resumed run will begin it anew.")
+            how = "unless something given to it saves it, a resumed run begins it anew"
+            warn(f"an optimizer was not given to run.start; {how}.")
 
     return register_optimizer_step_pre_hook(look).remove
 
@@ -190,7 +191,7 @@ def counting(update: Callable, period: int) -> Callable:
     if "number" not in names:
         return lambda inputs: inputs
     at = names.index("number")
-    return lambda x: (*x[:at], last * (x[at] % period == last), *x[at + 1 :])
+    return lambda x: (*x[:at], *(last * (i % period == last) for i in x[at : at + 1]), *x[at + 1 :])
 
 
 def compiled(update: Callable, period: int, args: Any) -> Callable:
@@ -231,7 +232,7 @@ def compiled(update: Callable, period: int, args: Any) -> Callable:
             leaves = [twins[x] if isinstance(x, torch.optim.Optimizer) else x for x in leaves]
             return compute(*pytree.tree_unflatten(leaves, tree))
         except failures as error:  # before anything was computed
-            args.compile = "none"
+            args.compile, error = "none", error.__cause__ or error
             places = re.findall(r'File "(.*?)", (line \d+)', str(error))
             where = " (" + ", ".join(places[-1]) + ")" if places else ""
             tell(f"From here on not compiled: {str(error).strip().splitlines()[0]}{where}")

@@ -155,10 +155,11 @@ def save(content: Any, path: Path, backup: bool = False) -> None:
 def check_loadable(state: dict[str, Any]) -> None:
     """UserError for a thing in it whose state_dict() could be saved, but not loaded."""
     for name, thing in state.items():
-        torch.save(thing.state_dict(), file := io.BytesIO())
         try:
-            torch.load(io.BytesIO(file.getvalue()), weights_only=True)
-        except pickle.UnpicklingError as error:
+            torch.save(thing.state_dict(), file := io.BytesIO())
+            file.seek(0)
+            torch.load(file, weights_only=True, map_location="cpu")
+        except (pickle.PickleError, AttributeError, TypeError) as error:
             what = re.search(r"GLOBAL (\S+)", str(error))
             allowed = "a checkpoint can have tensors, numbers, text, lists, dicts"
             found = f"the state of {name} has {what[1] if what else 'another type'}"

@@ -389,8 +389,8 @@ class Run:
         try:
             for name, thing in state.items():
                 thing.load_state_dict(saved[name])
-            for attribute in OWN if own else ():
-                setattr(self, attribute, own[attribute])
+            for name in OWN if own else ():
+                setattr(self, name, own[name])
             for put, numbers in zip(PUT_RANDOM, own["random"] if own else (), strict=False):
                 put(numbers)
         except (RuntimeError, LookupError, ValueError, TypeError) as error:

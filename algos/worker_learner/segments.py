@@ -60,7 +60,8 @@ def perform(commands: Commands, **variables: str) -> int:
             status = process.wait(1e9)  # with a limit: only then can Ray interrupt it
         except KeyboardInterrupt:
             _kill(process, signal.SIGTERM)
-            process.wait(STOP_SECONDS)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(STOP_SECONDS)
             raise
         if status not in GOOD:
             break

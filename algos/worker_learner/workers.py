@@ -43,7 +43,7 @@ class Child:
 
     def __init__(self, name: str, function: Callable, *arguments: Any):
         self.name, self._function, self._arguments = name, function, arguments
-        self.restarts, self._question = 0, None
+        self.restarts, self.answered, self._question = 0, False, None
         self._start()
 
     def _start(self) -> None:
@@ -68,13 +68,13 @@ class Child:
                     if wait is not None:
                         return None
                     warn(f"{self.name} has not answered for {SILENT_SECONDS} s: does it hang?")
-                answer = self.pipe.recv()
+                answer, self.answered = self.pipe.recv(), True
                 break
             except (EOFError, OSError):
                 self.process.join(1)
                 self.close()  # it may live on without its pipe, and write where its successor does
                 code = self.process.exitcode
-                if code == 1:  # it could not import the program again
+                if code == 1 and not self.answered:  # it could not import the program again
                     hint = "is it a file, and does it call train under if __name__ == '__main__'?"
                     raise UserError(f"{self.name} could not import your program; {hint}") from None
                 if self.restarts == MAX_RESTARTS:
@@ -318,7 +318,7 @@ class Evaluator:
     def results(self, wait: float = 0.0) -> list[tuple[int, dict, dict]]:
         """What it has finished: (step, weights, what `score` found) each."""
         finished = []
-        if self._child.process.exitcode == 1:  # it could not begin: said now, and not when asked
+        if self._child.process.exitcode == 1 and not self._child.answered:  # said now, not if asked
             self._child.answer()
         while self.pending:
             try:
@@ -328,7 +328,7 @@ class Evaluator:
                 self.failed = False
             except ChildFailed as error:
                 step, _ = self.pending.pop(0)  # lest a resumed run fail again
-                if self.failed:
+                if self.failed and not wait:  # at the end of a run it would end nothing else
                     raise
                 self.failed = True
                 warn(f"{error}; there is no evaluation of step {step}. Training goes on.")
