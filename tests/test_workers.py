@@ -1,6 +1,7 @@
 """Worker processes collect what the same envs would have given here."""
 
 import contextlib
+import os
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -149,6 +150,25 @@ def test_a_worker_that_lost_its_pipe_is_dead_before_its_successor_starts():
         child._start = lambda: started.append(first.is_alive()) or start()
         child.ask("collect")
         assert child.answer() == 1 and started == [False]
+    finally:
+        child.close()
+
+
+def leave_with_1(pipe, restarts):
+    """As a simulator written in C does that gives up."""
+    pipe.recv()
+    pipe.send(restarts)
+    pipe.recv()
+    os._exit(1)
+
+
+def test_a_child_that_leaves_with_1_is_started_again():
+    """Only one that never answered could not import the program."""
+    child = Child("worker 0", leave_with_1)
+    try:
+        for restarts in range(3):
+            child.ask("collect")
+            assert child.answer() == restarts
     finally:
         child.close()
 
