@@ -132,7 +132,7 @@ class Agent(nn.Module):
         """The actions, or entries of an action, that an agent has now (B, A, outputs) bool."""
         mask = self.action_mask.expand(*obs.shape[:-1], -1)
         allowed = obs[..., -mask.shape[-1] :] > 0 if self.available_in_obs else mask
-        return mask & (allowed | ~allowed.any(-1, keepdim=True))  # all of who has left: ignored
+        return mask & (allowed | ~allowed.any(-1, keepdim=True))  # all if it has left (ignored)
 
     def outputs(self, obs: Tensor) -> Tensor:
         """Logits, or actions before tanh, (B, A, outputs)."""

@@ -138,7 +138,7 @@ class Agent(nn.Module):
         """The actions that an agent has now (..., A, num_actions) bool."""
         mask = self.action_mask.expand(*obs.shape[:-1], -1)
         allowed = obs[..., -mask.shape[-1] :] > 0 if self.available_in_obs else mask
-        return mask & (allowed | ~allowed.any(-1, keepdim=True))  # all of who has left: ignored
+        return mask & (allowed | ~allowed.any(-1, keepdim=True))  # all if it has left (ignored)
 
     def values(self, obs: Tensor) -> Tensor:
         """Q_i of every action (..., A, num_actions), −10⁹ where it is not available."""

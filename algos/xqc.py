@@ -190,7 +190,7 @@ def collect(agent: Agent, envs: vec_envs.VecEnv, rollout: dict[str, Tensor]) -> 
 def project(returns: Tensor, p: Tensor, bins: Tensor) -> Tensor:
     """p of `returns`, both (B, K), given to the two bins around each, so that its mean stays."""
     place = (returns.clamp(bins[0], bins[-1]) - bins[0]) / (bins[-1] - bins[0]) * (len(bins) - 1)
-    lower = place.long().clamp(0, len(bins) - 2)  # so that lower + 1 exists, and of a NaN
+    lower = place.long().clamp(0, len(bins) - 2)  # lower + 1 exists, even of a NaN
     m = torch.zeros_like(p).scatter_add_(1, lower, p * (lower + 1 - place))
     return m.scatter_add_(1, lower + 1, p * (place - lower))
 

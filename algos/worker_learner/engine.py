@@ -191,7 +191,7 @@ def counting(update: Callable, period: int) -> Callable:
     if "number" not in names:
         return lambda inputs: inputs
     at = names.index("number")
-    return lambda x: (*x[:at], *(last * (i % period == last) for i in x[at : at + 1]), *x[at + 1 :])
+    return lambda x: (*x[:at], last * (x[at] % period == last), *x[at + 1 :])
 
 
 def compiled(update: Callable, period: int, args: Any) -> Callable:
@@ -220,11 +220,11 @@ def compiled(update: Callable, period: int, args: Any) -> Callable:
 
     def learn(*inputs: Any) -> Any:
         leaves, tree = pytree.tree_flatten(count(inputs))
-        adams = [x for x in leaves if isinstance(x, torch.optim.Optimizer)]
-        if args.compile == "none" or not all(adam.state for adam in adams):
+        optimizers = [x for x in leaves if isinstance(x, torch.optim.Optimizer)]
+        if args.compile == "none" or not all(adam.state for adam in optimizers):
             return update(*inputs)
         try:
-            for adam in adams:
+            for adam in optimizers:
                 if adam not in twins and not fits(args.compile, {"": adam}):
                     raise exc.Unsupported("an optimizer is not a plain Adam")
                 twin = twins[adam] = twins.get(adam) or _Adam(adam)
