@@ -4,6 +4,7 @@ on a GPU random numbers. CUDA graphs round learning rates to 32 bits."""
 import contextlib
 import ctypes
 import inspect
+import math
 import os
 import re
 import shutil
@@ -141,7 +142,11 @@ def fits(how: str, state: dict[str, Any]) -> bool:
         return all(isinstance(x, torch.optim.Adam | torch.optim.RAdam) for x in optimizers)
     options = [[x.get(k) for x in adam.param_groups for k in OPTIONS] for adam in optimizers]
     plain = all(type(x) is torch.optim.Adam for x in optimizers)  # as _Adam is
-    return plain and all(values == [0, False, False] for values in options)
+    if not plain or any(values != [0, False, False] for values in options):
+        return False
+    pairs = [(adam.state, adam.param_groups[0]["params"]) for adam in optimizers]
+    steps = ({float(state.get(x, {}).get("step", 0)) for x in weights} for state, weights in pairs)
+    return all(len(different) == 1 for different in steps)
 
 
 def watch_optimizers(known: Iterable) -> Callable:
@@ -166,8 +171,7 @@ class _Adam:
         self.betas, self.eps = group["betas"], group["eps"]
         self.rate = torch.zeros((), dtype=torch.float64, device=group["params"][0].device)
         moments = "exp_avg", "exp_avg_sq", "step"
-        used = [weight for weight in group["params"] if weight in adam.state]
-        self.state = [(weight, *map(adam.state[weight].get, moments)) for weight in used]
+        self.state = [(x, *map(adam.state[x].get, moments)) for x in group["params"]]
 
     def zero_grad(self) -> None:
         for weight, *_ in self.state:
@@ -176,13 +180,15 @@ class _Adam:
     @torch.no_grad()
     def step(self) -> None:
         """θ ← θ − η m̂ / (√v̂ + ε), with m̂ = m / (1 − β₁ᵗ) and v̂ = v / (1 − β₂ᵗ)."""
-        beta1, beta2 = self.betas
+        t = self.state[0][3].double() + 1  # 1 − 0.999ᵗ is small at first
+        # βᵗ = exp(t ln β), for the compiler computes a power again for every 16 weights.
+        one, two = (1 - torch.exp(t * math.log(beta or 1e-99)) for beta in self.betas)
+        rate = self.rate / one
         for weight, m, v, step in self.state:
-            t = step.add_(1).double()  # 1 − 0.999ᵗ is small at first
-            m.lerp_(weight.grad, 1 - beta1)
-            v.mul_(beta2).addcmul_(weight.grad, weight.grad, value=1 - beta2)
-            root = (v / (1 - beta2**t)).sqrt()
-            weight.sub_(self.rate / (1 - beta1**t) * m / (root + self.eps))
+            step.add_(1)
+            m.lerp_(weight.grad, 1 - self.betas[0])
+            v.mul_(self.betas[1]).addcmul_(weight.grad, weight.grad, value=1 - self.betas[1])
+            weight.sub_(rate * m / ((v / two).sqrt() + self.eps))
 
 
 def counting(update: Callable, period: int) -> Callable:
@@ -226,7 +232,7 @@ def compiled(update: Callable, period: int, args: Any) -> Callable:
         try:
             for adam in optimizers:
                 if adam not in twins and not fits(args.compile, {"": adam}):
-                    raise exc.Unsupported("an optimizer is not a plain Adam")
+                    raise exc.Unsupported("an optimizer is not a plain Adam for all its weights")
                 twin = twins[adam] = twins.get(adam) or _Adam(adam)
                 twin.rate.fill_(adam.param_groups[0]["lr"])  # a number would be compiled as it is
             leaves = [twins[x] if isinstance(x, torch.optim.Optimizer) else x for x in leaves]

@@ -7,19 +7,34 @@ with torch. The results are equal but for rounding.
 import torch
 from torch import Tensor
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch._inductor.ir import TensorBox
+from torch._inductor.lowering import add, cat, permute, register_lowering, select, unsqueeze
+from torch._inductor.mkldnn_ir import LinearUnary
 
+ATEN = torch.ops.aten
+PRODUCTS = ATEN.mm.default, ATEN.addmm.default, ATEN.bmm.default, ATEN.baddbmm.default
 LARGE = 4_000_000  # multiplications in a product, from which on oneDNN's is faster on two threads
 
 
 @torch.library.custom_op("crane::product", mutates_args=())
 def product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
-    """A B + bias: (rows, inner), (inner, columns), (columns,) -> (rows, columns)."""
-    return torch.ops.mkldnn._linear_pointwise(a, b.t(), bias, "none", [], "")
+    """A B + bias: (..., rows, inner), (..., inner, columns) -> (..., rows, columns)."""
+    return a @ b if bias is None else a @ b + bias
 
 
 @product.register_fake
 def _(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
-    return a.new_empty(len(a), b.shape[1])
+    return a.new_empty(*a.shape[:-1], b.shape[-1])
+
+
+@register_lowering(torch.ops.crane.product, type_promotion_kind=None)
+def by_one_dnn(a: TensorBox, b: TensorBox, bias: TensorBox | None) -> TensorBox:
+    """How the compiler computes it: of a stack, such as an ensemble's, one after another."""
+    if len(a.get_size()) == 2:
+        return TensorBox.create(LinearUnary.create(a, permute(b, [1, 0]), bias, "none", [], ""))
+    pairs = ((select(a, 0, i), select(b, 0, i)) for i in range(a.get_size()[0]))
+    stack = cat([unsqueeze(by_one_dnn(*pair, None), 0) for pair in pairs])
+    return stack if bias is None else add(stack, bias)
 
 
 class OneDNN(CustomGraphPass):
@@ -27,12 +42,12 @@ class OneDNN(CustomGraphPass):
 
     def __call__(self, graph: torch.fx.Graph) -> None:
         for node in graph.nodes:
-            if node.target in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            if node.target in PRODUCTS:
                 *bias, a, b = node.args
-                (rows, inner), columns = a.meta["val"].shape, b.meta["val"].shape[1]
-                plain = not node.kwargs and all(x.meta["val"].dim() == 1 for x in bias)
-                plain &= a.meta["val"].dtype == torch.float32
-                if plain and rows * inner * columns >= LARGE:
+                multiplications = a.meta["val"].shape[-2:].numel() * b.meta["val"].shape[-1]
+                plain = not node.kwargs and a.meta["val"].dtype == torch.float32
+                plain &= a.meta["val"].dim() == 3 or all(x.meta["val"].dim() == 1 for x in bias)
+                if plain and multiplications >= LARGE:
                     node.target = torch.ops.crane.product.default
                     node.args = a, b, *(bias or [None])
 
