@@ -214,7 +214,8 @@ def compiled(update: Callable, period: int, args: Any) -> Callable:
 
     # The compiler counts its graphs by code; those of other runs in this process are not ours.
     without_gradients.__code__ = without_gradients.__code__.replace()
-    options = {"fallback_random": args.device == "cpu"}  # the compiler draws its own one by one
+    cpu = args.device == "cpu"  # where the compiler draws its own random numbers one by one, and
+    options = {"fallback_random": cpu, "cpp_wrapper": cpu}  # Python between kernels costs 5 %
     if args.compile == "onednn":
         from algos.worker_learner.products import OneDNN  # here, as it imports the compiler
 
