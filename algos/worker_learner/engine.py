@@ -140,13 +140,14 @@ def fits(how: str, state: dict[str, Any]) -> bool:
     optimizers = [x for x in state.values() if isinstance(x, torch.optim.Optimizer)]
     if how == "graphs":  # others ask a rate that is a tensor for its number
         return all(isinstance(x, torch.optim.Adam | torch.optim.RAdam) for x in optimizers)
-    options = [[x.get(k) for x in adam.param_groups for k in OPTIONS] for adam in optimizers]
-    plain = all(type(x) is torch.optim.Adam for x in optimizers)  # as _Adam is
-    if not plain or any(values != [0, False, False] for values in options):
-        return False
-    pairs = [(adam.state, adam.param_groups[0]["params"]) for adam in optimizers]
-    steps = ({float(state.get(x, {}).get("step", 0)) for x in weights} for state, weights in pairs)
-    return all(len(different) == 1 for different in steps)
+    return all(map(_plain, optimizers))
+
+
+def _plain(adam: torch.optim.Optimizer) -> bool:
+    """Whether `_Adam` does what it does: one group, no options, as many steps of each weight."""
+    options = [group.get(k) for group in adam.param_groups for k in OPTIONS]
+    steps = {float(adam.state.get(x, {}).get("step", 0)) for x in adam.param_groups[0]["params"]}
+    return type(adam) is torch.optim.Adam and options == [0, False, False] and len(steps) == 1
 
 
 def watch_optimizers(known: Iterable) -> Callable:
@@ -232,7 +233,7 @@ def compiled(update: Callable, period: int, args: Any) -> Callable:
             return update(*inputs)
         try:
             for adam in optimizers:
-                if adam not in twins and not fits(args.compile, {"": adam}):
+                if adam not in twins and not _plain(adam):
                     raise exc.Unsupported("an optimizer is not a plain Adam for all its weights")
                 twin = twins[adam] = twins.get(adam) or _Adam(adam)
                 twin.rate.fill_(adam.param_groups[0]["lr"])  # a number would be compiled as it is

@@ -5,10 +5,9 @@ with torch. The results are equal but for rounding.
 """
 
 import torch
-from torch import Tensor
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._inductor.ir import TensorBox
-from torch._inductor.lowering import add, cat, permute, register_lowering, select, unsqueeze
+from torch._inductor.lowering import add, cat, permute, select, unsqueeze
 from torch._inductor.mkldnn_ir import LinearUnary
 
 ATEN = torch.ops.aten
@@ -16,25 +15,16 @@ PRODUCTS = ATEN.mm.default, ATEN.addmm.default, ATEN.bmm.default, ATEN.baddbmm.d
 LARGE = 4_000_000  # multiplications in a product, from which on oneDNN's is faster on two threads
 
 
-@torch.library.custom_op("crane::product", mutates_args=())
-def product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
-    """A B + bias: (..., rows, inner), (..., inner, columns) -> (..., rows, columns)."""
-    return a @ b if bias is None else a @ b + bias
-
-
-@product.register_fake
-def _(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
-    return a.new_empty(*a.shape[:-1], b.shape[-1])
-
-
-@register_lowering(torch.ops.crane.product, type_promotion_kind=None)
-def by_one_dnn(a: TensorBox, b: TensorBox, bias: TensorBox | None) -> TensorBox:
-    """How the compiler computes it: of a stack, such as an ensemble's, one after another."""
+def product(a: TensorBox, b: TensorBox, bias: TensorBox | None) -> TensorBox:
+    """A B + bias in the compiler's code; those of a stack, as an ensemble has, one by one."""
     if len(a.get_size()) == 2:
         return TensorBox.create(LinearUnary.create(a, permute(b, [1, 0]), bias, "none", [], ""))
     pairs = ((select(a, 0, i), select(b, 0, i)) for i in range(a.get_size()[0]))
-    stack = cat([unsqueeze(by_one_dnn(*pair, None), 0) for pair in pairs])
+    stack = cat([unsqueeze(product(*pair, None), 0) for pair in pairs])
     return stack if bias is None else add(stack, bias)
+
+
+product._inductor_lowering_function = True  # so the compiler calls it when it comes to its node
 
 
 class OneDNN(CustomGraphPass):
@@ -48,8 +38,7 @@ class OneDNN(CustomGraphPass):
                 plain = not node.kwargs and a.meta["val"].dtype == torch.float32
                 plain &= a.meta["val"].dim() == 3 or all(x.meta["val"].dim() == 1 for x in bias)
                 if plain and multiplications >= LARGE:
-                    node.target = torch.ops.crane.product.default
-                    node.args = a, b, *(bias or [None])
+                    node.target, node.args = product, (a, b, *(bias or [None]))
 
     def uuid(self) -> bytes:  # the compiler's cache knows graphs by it
         return get_hash_for_files((__file__,))
