@@ -318,7 +318,7 @@ class Evaluator:
     def results(self, wait: float = 0.0) -> list[tuple[int, dict, dict]]:
         """What it has finished: (step, weights, what `score` found) each."""
         finished = []
-        if self._child.process.exitcode == 1 and not self._child.answered:  # said now, not if asked
+        if not self._child.answered and self._child.process.exitcode == 1:  # said now, not if asked
             self._child.answer()
         while self.pending:
             try:
