@@ -110,6 +110,7 @@ def test_large_products_of_a_compiled_graph(how, capfd):
     layers = [torch.nn.Linear(*pair) for pair in itertools.pairwise(sizes)]
     stack = redq.EnsembleLinear(2, 256, 160), redq.EnsembleLinear(2, 160, 256)
     network, x = torch.nn.ModuleList([torch.nn.Sequential(*layers), *stack]), torch.randn(256, 256)
+    one = torch.ones(1)  # a bias that is broadcast
     adam = torch.optim.Adam(network.parameters(), 0.01)
 
     def update(network, adam, x):
@@ -117,7 +118,7 @@ def test_large_products_of_a_compiled_graph(how, capfd):
         loss = plain(x).square().mean()
         for layer in stack:
             x = layer(x, slice(None)).relu()
-        loss = loss + (x - 1).square().mean()
+        loss = loss + (x - 1).square().mean() + torch.addmm(one.to(x), x[0], x[1]).mean()
         adam.zero_grad()
         loss.backward()
         adam.step()
@@ -132,7 +133,7 @@ def test_large_products_of_a_compiled_graph(how, capfd):
     with torch.backends.mkldnn.verbose(torch.backends.mkldnn.VERBOSE_ON):  # it prints what it does
         first += [learn(network, adam, x).item() for _ in range(2)]
     found = len(re.findall("exec,cpu,(?:inner_product|matmul)", capfd.readouterr().out))
-    assert found == (2 * 15 if how == "onednn" else 0)  # 6 forward, 6 of weights, 3 of inputs
+    assert found == (2 * 17 if how == "onednn" else 0)  # 6 forward, 6 of weights, 5 of inputs
     torch.testing.assert_close(first, reference, rtol=1e-4, atol=0)
     for ours, exact in zip(network.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(ours, exact.float(), rtol=1e-3, atol=1e-4)
@@ -299,6 +300,56 @@ def test_a_weight_that_joins_later_is_trained(capsys):
         learn(ours, both), update(plain, both)
     assert "not compiled: an optimizer is not a plain Adam for all" in capsys.readouterr().out
     torch.testing.assert_close(weights[:2], weights[2:], rtol=0, atol=0)
+
+
+def test_an_optimizer_that_is_loaded_later_goes_on_from_there():
+    """Its moments are other tensors then."""
+    if engine.choose_compile(sac.Args(), "cpu", False) == "none":
+        pytest.skip("nothing is compiled here")
+    weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+    adams = [torch.optim.Adam([weight], 0.1) for weight in weights]
+
+    def update(adam, x):
+        adam.zero_grad()
+        (x * adam.param_groups[0]["params"][0].square()).sum().backward()
+        adam.step()
+
+    args = sac.Args(device="cpu", compile="default")
+    learn = engine.compiled(update, 1, args)
+    for x in torch.tensor([1.0, 2.0]):
+        learn(adams[0], x), update(adams[1], x)
+    early = [copy.deepcopy(adam.state_dict()) for adam in adams]
+    for x in torch.tensor([3.0, 4.0]):
+        learn(adams[0], x), update(adams[1], x)
+    for adam, state in zip(adams, early, strict=True):
+        adam.load_state_dict(state)
+    for x in torch.tensor([5.0, 6.0]):
+        learn(adams[0], x), update(adams[1], x)
+    states = [adam.state_dict()["state"][0] for adam in adams]
+    assert args.compile == "default" and states[0]["step"] == 4
+    torch.testing.assert_close((weights[0], states[0]), (weights[1], states[1]))
+
+
+def test_float64_is_not_compiled(capsys):
+    """torch 2.13 would not write Adam's steps."""
+    if engine.choose_compile(sac.Args(), "cpu", False) == "none":
+        pytest.skip("nothing is compiled here")
+    try:
+        torch.set_default_dtype(torch.float64)
+        weight = torch.nn.Parameter(torch.ones(2))
+        adam = torch.optim.Adam([weight], 0.1)
+
+        def update(adam):
+            adam.zero_grad()
+            weight.square().sum().backward()
+            adam.step()
+
+        learn = engine.compiled(update, 1, sac.Args(device="cpu", compile="default"))
+        learn(adam), learn(adam), learn(adam)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert "not compiled: an optimizer is not a plain Adam" in capsys.readouterr().out
+    assert adam.state[weight]["step"] == 3
 
 
 def test_an_optimizer_that_is_not_saved_is_named_once(capsys):

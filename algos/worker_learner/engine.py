@@ -146,8 +146,12 @@ def fits(how: str, state: dict[str, Any]) -> bool:
 def _plain(adam: torch.optim.Optimizer) -> bool:
     """Whether `_Adam` does what it does: one group, no options, as many steps of each weight."""
     options = [group.get(k) for group in adam.param_groups for k in OPTIONS]
-    steps = {float(adam.state.get(x, {}).get("step", 0)) for x in adam.param_groups[0]["params"]}
-    return type(adam) is torch.optim.Adam and options == [0, False, False] and len(steps) == 1
+    if type(adam) is not torch.optim.Adam or options != [0, False, False]:
+        return False
+    weights, states = adam.param_groups[0]["params"], adam.state.values()
+    kinds = {x.dtype for x in (*weights, *(state["step"] for state in states))}
+    steps = {float(adam.state.get(x, {}).get("step", 0)) for x in weights}
+    return kinds == {torch.float32} and len(steps) == 1  # of float64, torch 2.13 forgets steps
 
 
 def watch_optimizers(known: Iterable) -> Callable:
@@ -171,8 +175,8 @@ class _Adam:
         self.param_groups = [{"params": group["params"]}]
         self.betas, self.eps = group["betas"], group["eps"]
         self.rate = torch.zeros((), dtype=torch.float64, device=group["params"][0].device)
-        moments = "exp_avg", "exp_avg_sq", "step"
-        self.state = [(x, *map(adam.state[x].get, moments)) for x in group["params"]]
+        self.moments, names = adam.state[group["params"][0]], ("exp_avg", "exp_avg_sq", "step")
+        self.state = [(x, *map(adam.state[x].get, names)) for x in group["params"]]
 
     def zero_grad(self) -> None:
         for weight, *_ in self.state:
@@ -233,10 +237,13 @@ def compiled(update: Callable, period: int, args: Any) -> Callable:
             return update(*inputs)
         try:
             for adam in optimizers:
-                if adam not in twins and not _plain(adam):
-                    raise exc.Unsupported("an optimizer is not a plain Adam for all its weights")
-                twin = twins[adam] = twins.get(adam) or _Adam(adam)
-                twin.rate.fill_(adam.param_groups[0]["lr"])  # a number would be compiled as it is
+                moments = adam.state.get(adam.param_groups[0]["params"][0])
+                if adam not in twins or twins[adam].moments is not moments:  # new, or loaded
+                    if not _plain(adam):
+                        raise exc.Unsupported("an optimizer is not a plain Adam for all weights")
+                    twins[adam] = _Adam(adam)
+                rate = adam.param_groups[0]["lr"]  # a number would be compiled as it is
+                twins[adam].rate.fill_(rate)
             leaves = [twins[x] if isinstance(x, torch.optim.Optimizer) else x for x in leaves]
             return compute(*pytree.tree_unflatten(leaves, tree))
         except failures as error:  # before anything was computed

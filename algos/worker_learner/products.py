@@ -36,7 +36,8 @@ class OneDNN(CustomGraphPass):
                 *bias, a, b = node.args
                 multiplications = a.meta["val"].shape[-2:].numel() * b.meta["val"].shape[-1]
                 plain = not node.kwargs and a.meta["val"].dtype == torch.float32
-                plain &= a.meta["val"].dim() == 3 or all(x.meta["val"].dim() == 1 for x in bias)
+                fits = all(x.meta["val"].shape == b.meta["val"].shape[1:] for x in bias)
+                plain &= fits or a.meta["val"].dim() == 3
                 if plain and multiplications >= LARGE:
                     node.target, node.args = product, (a, b, *(bias or [None]))
 
