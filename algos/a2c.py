@@ -11,7 +11,7 @@ synchronous form. With the advantage Â_t and the return R_t = Â_t + V(s_t), bo
 
 A rollout is used once, then thrown away (ppo.py: several passes). What differs from the paper:
 - all environments step together, and one gradient is computed from all (paper: many threads);
-- Â_t is by `gae`; the paper's n-step return is the case λ = 1;
+- `gae` computes Â_t; the paper's n-step return is the case λ = 1;
 - by running statistics, observations are normalised and rewards are divided by the standard
   deviation of the return; both are clipped to ±10; the statistics are saved with the agent, frozen
   in evaluation and fixed within an iteration;
@@ -205,7 +205,7 @@ def a2c_loss(agent: Agent, batch: dict[str, Tensor], args: Args) -> tuple[Tensor
 def update(agent: Agent, optimizer, rollout, args: Args) -> dict[str, Tensor]:
     """One gradient step on all of a rollout -> what to log."""
     batch = prepare(agent, rollout, args)
-    # A single step: after it the policy is not the one that collected the rollout.
+    # Only one: for a second, with another policy than collected, see ppo.py's ratio.
     loss, losses = a2c_loss(agent, batch, args)
     optimizer.zero_grad()
     loss.backward()

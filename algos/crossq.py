@@ -62,7 +62,7 @@ class Args(TransitionArgs):
     learning_rate: float = 1e-3
     """Adam's learning rate for actor, critics and temperature"""
     gamma: float = 0.99
-    """γ, the discount factor"""
+    """γ, the discount factor; a batch has γⁿ, its `discount`"""
     hidden_size: int = 256
     """width of the two hidden layers of the actor"""
     critic_hidden_size: int = 512
@@ -255,14 +255,14 @@ def update(agent: Agent, optimizers, batch: dict, number: int, args: Args):
 def train(args: Args) -> Result:
     run = Run(args, __file__, LIMITS)
     args = run.args
-    workers = Workers(run, collect, "bounded", ahead=True)  # ahead: they collect during updates
+    workers = Workers(run, collect, "bounded", ahead=True)  # with --num-workers, during updates
     agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
     actor_parameters = [*agent.actor.parameters(), agent.log_temperature]
     adam = dict(lr=args.learning_rate, betas=(0.5, 0.999), fused=True)
     critic_optimizer = torch.optim.Adam(agent.critics.parameters(), **adam)
     actor_optimizer = torch.optim.Adam(actor_parameters, **adam)
     optimizers = critic_optimizer, actor_optimizer
-    learn = run.compile(update, args.policy_delay)  # one graph, where --compile says so
+    learn = run.compile(update, args.policy_delay)  # compiled in long runs (--compile)
     replay = ReplayBuffer(run, workers.start(agent, args.num_steps), args.buffer_size)
     step = run.start(
         agent=agent, critic_optimizer=critic_optimizer, actor_optimizer=actor_optimizer,

@@ -17,8 +17,8 @@ What differs from the paper:
   falls during a fifth of the run (the first million frames); two layers of 128 units;
 - eight environments collect; rewards are not clipped (paper: ±1), ε ends at 0.05 (0.1), evaluation
   is greedy (ε = 0.05); a truncated episode bootstraps from its true last observation;
-- with --n-step, r is the discounted sum of n rewards, γⁿ replaces γ, both cut at an episode's end,
-  and the random actions among the n are not corrected for;
+- with --n-step (CartPole: 10), r sums n discounted rewards and γⁿ replaces γ (fewer at an episode's
+  end); the random actions among the n are not corrected for;
 - with --prioritized, transitions are drawn by their TD errors; w in the loss corrects for this.
 """
 
@@ -61,7 +61,7 @@ class Args(TransitionArgs):
     learning_rate: float = 1e-3
     """Adam's learning rate, annealed linearly to zero"""
     gamma: float = 0.99
-    """γ, the discount factor"""
+    """γ, the discount factor; a batch has γⁿ, its `discount`"""
     tau: float = 0.01
     """τ: how far the target network moves at each of its updates"""
     final_epsilon: float = 0.05
@@ -163,11 +163,11 @@ def update(agent: Agent, target: nn.Module, optimizer, batch: dict, args: Args):
 def train(args: Args) -> Result:
     run = Run(args, __file__)
     args = run.args
-    workers = Workers(run, collect, "discrete", ahead=True)  # ahead: they collect during updates
+    workers = Workers(run, collect, "discrete", ahead=True)  # with --num-workers, during updates
     agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
     target = copy.deepcopy(agent.q_network).requires_grad_(False)
     optimizer = torch.optim.Adam(agent.q_network.parameters(), args.learning_rate, fused=True)
-    learn = run.compile(update)  # one graph, where --compile says so
+    learn = run.compile(update)  # compiled in long runs (--compile)
     replay = ReplayBuffer(run, workers.start(agent, args.num_steps), args.buffer_size)
     step = run.start(
         agent=agent, target=target, optimizer=optimizer, workers=workers, replay=replay

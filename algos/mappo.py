@@ -1,7 +1,7 @@
 """Multi-agent PPO (MAPPO): ppo.py with one policy for all agents and a critic that sees the state.
 
-Yu, Velu, Vinitsky, Gao, Wang, Bayen, Wu 2022, arXiv:2103.01955. Agents i = 1 … A share the networks
-(not σ), which also get a one-hot i; the policy sees what its agent sees, the critic everything:
+Yu, Velu, Vinitsky, Gao, Wang, Bayen, Wu 2022, arXiv:2103.01955. Agents i = 1 … A share networks,
+whose input has a one-hot i, but not σ; a policy sees what its agent sees, the critic everything:
 
     π_θ(a^i | o^i, i)      V_θ(s, i)
     L(θ) = − E_i[ min( ρ^i Â^i , clip(ρ^i, 1−ε, 1+ε) Â^i ) ]
@@ -18,8 +18,8 @@ What differs from the paper: no recurrent networks, no LayerNorm (observations a
 normalised by running statistics); a truncated episode bootstraps from its true last state; no Huber
 loss, value clip or PopArt (returns are normalised, the critic's last layer is not rescaled); no
 death masking (dead agents have a value: they get credit for what their team earns later); learning
-rate and c_H are annealed, c_H from 0.03 (paper: 0.01): a speaker that settles early may use one
-word for two goals; γ is 0.9 (0.99), the rate 1e-3 (7e-4), a gradient's norm at most 0.5 (10).
+rate and c_H are annealed, c_H from 0.03 (0.01; lower, a speaker may settle on one word for two
+goals); γ is 0.9 (0.99), the rate 1e-3 (7e-4), a gradient's norm at most 0.5 (10).
 """
 
 from dataclasses import dataclass
@@ -57,7 +57,7 @@ class Args(RunArgs):
     centralized_value: bool = True
     """the critic sees the state; otherwise each agent's own observation (IPPO)"""
     gamma: float = 0.9
-    """γ, the discount factor; beyond a truncation V counts on 1 / (1 − γ) further steps"""
+    """γ, the discount factor: the horizon is about 1 / (1 − γ) steps"""
     gae_lambda: float = 0.95
     """λ of the advantage estimator: 0 relies on the critic, 1 on the sampled returns"""
     clip: float = 0.2
@@ -239,7 +239,7 @@ def mappo_loss(agent: Agent, batch: dict[str, Tensor], args: Args) -> tuple[Tens
     loss = loss - agent.entropy_coef * losses["entropy"]
     with torch.no_grad():
         ratio = log_ratio.exp()
-        losses["approx_kl"] = masked_mean(ratio - 1 - log_ratio, alive)  # of KL(π_old‖π), ≥ 0
+        losses["approx_kl"] = masked_mean(ratio - 1 - log_ratio, alive)  # ≈ KL(π_old‖π), ≥ 0
         losses["clip_fraction"] = masked_mean(((ratio - 1).abs() > args.clip).float(), alive)
     return loss, losses
 
@@ -276,7 +276,7 @@ def train(args: Args) -> Result:
     workers = Workers(run, collect, multi_agent=True)
     agent = Agent(workers.envs, args).to(run.device)
     optimizer = torch.optim.Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True)
-    learn = run.compile(gradient_step)  # one graph, where --compile says so
+    learn = run.compile(gradient_step)  # compiled in long runs (--compile)
     state, agents = (workers.envs.state_dim,), (workers.envs.num_agents,)
     workers.start(agent, args.num_steps, state=state, next_state=state, alive=agents)
     step = run.start(agent=agent, optimizer=optimizer, workers=workers)

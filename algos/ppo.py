@@ -225,7 +225,7 @@ def ppo_loss(agent: Agent, batch: dict[str, Tensor], args: Args) -> tuple[Tensor
     loss = loss - args.entropy_coef * losses["entropy"]
     with torch.no_grad():
         ratio = log_ratio.exp()
-        losses["approx_kl"] = (ratio - 1 - log_ratio).mean()  # estimate of KL(π_old‖π), ≥ 0
+        losses["approx_kl"] = (ratio - 1 - log_ratio).mean()  # ≈ KL(π_old‖π), ≥ 0
         losses["clip_fraction"] = ((ratio - 1).abs() > args.clip).float().mean()
     return loss, losses
 
@@ -277,7 +277,7 @@ def train(args: Args) -> Result:
     workers = Workers(run, collect)
     agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
     optimizer = torch.optim.Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True)
-    learn = run.compile(gradient_step)  # one graph, where --compile says so
+    learn = run.compile(gradient_step)  # compiled in long runs (--compile)
     workers.start(agent, args.num_steps)
     step = run.start(agent=agent, optimizer=optimizer, workers=workers)
 

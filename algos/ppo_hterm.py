@@ -13,8 +13,8 @@ return is an energy; what is remembered becomes more probable. With R from `gae`
 L_H is advantage-weighted regression (AWR; Peng 2019, arXiv:1910.00177), akin to self-imitation (Oh
 2018, arXiv:1806.05635). What differs from ppo.py: `recall`, `hamiltonian_term` and their use;
 λ_H falls linearly to zero (with λ_H = 0 it is ppo.py, bit for bit); continuous actions only; c_V is
-0.5, c_H 0. What differs from AWR: PPO's loss is added; w is at most 3 (20) and divided by its mean;
-σ̄², the mean of π's variances, cancels 1/σ² in ∇ log π; only μ learns; log π + H(π) is at least −20.
+0.5, c_H 0; no explained variance. What differs from AWR: PPO's loss is added; w ≤ 3 (20), divided
+by its mean; σ̄², π's mean variance, cancels 1/σ² in ∇ log π; of π only μ learns; log π + H ≥ −20.
 """
 
 from dataclasses import dataclass
@@ -193,7 +193,7 @@ def ppo_loss(agent: Agent, batch: dict[str, Tensor], args: Args) -> tuple[Tensor
         "entropy": policy.entropy().mean(),
     }
     with torch.no_grad():
-        losses["approx_kl"] = (log_ratio.exp() - 1 - log_ratio).mean()  # of KL(π_old‖π), ≥ 0
+        losses["approx_kl"] = (log_ratio.exp() - 1 - log_ratio).mean()  # ≈ KL(π_old‖π), ≥ 0
         losses["clip_fraction"] = ((log_ratio.exp() - 1).abs() > args.clip).float().mean()
     return losses["policy"] + 0.5 * losses["value"], losses
 
@@ -211,12 +211,12 @@ def recall(agent: Agent, memory: ReplayBuffer, args: Args) -> dict[str, Tensor]:
 
 
 def hamiltonian_term(agent: Agent, past: dict[str, Tensor]) -> Tensor:
-    """− E[ w/w̄ σ̄² log π(a|s) ] + 0.05 E[ (R − V(s))² ],  w = min(exp Â, 3)"""
+    """− E[ w/w̄ σ̄² max(log π(a|s) + H, −20) ] + 0.05 E[ (R − V(s))² ],  w = min(exp Â, 3)"""
     advantage = past["returns"] - agent.value(past["obs"])
     std, mean = std_mean_over_learners(advantage.detach())
     weight = ((advantage.detach() - mean) / (std + 1e-8)).exp().clamp(max=3)
     weight = weight / mean_over_learners(weight.mean())
-    policy = agent.policy(past["obs"], fixed_std=True)  # only μ learns; σ² ∇ log π = a − μ
+    policy = agent.policy(past["obs"], fixed_std=True)  # σ does not learn; σ² ∇ log π = a − μ
     log_prob = policy.log_prob(past["action"]) + policy.entropy()  # + H: 0 on average
     likelihood = (weight * policy.variance.mean() * log_prob.clamp(min=-20)).mean()
     return 0.05 * advantage.square().mean() - likelihood
@@ -275,7 +275,7 @@ def train(args: Args) -> Result:
     workers = Workers(run, collect, "bounded")
     agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
     optimizer = torch.optim.Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True)
-    learn = run.compile(gradient_step)  # one graph, where --compile says so
+    learn = run.compile(gradient_step)  # compiled in long runs (--compile)
     capacity = args.hterm_memory * args.num_steps * args.num_envs * run.world_size
     memory = ReplayBuffer(run, workers.start(agent, args.num_steps), capacity, "--hterm-memory")
     step = run.start(agent=agent, optimizer=optimizer, workers=workers, memory=memory)

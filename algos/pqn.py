@@ -190,7 +190,7 @@ def train(args: Args) -> Result:
     workers = Workers(run, collect, "discrete")
     agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
     optimizer = torch.optim.RAdam(agent.q_network.parameters(), args.learning_rate, eps=1e-5)
-    learn = run.compile(gradient_step)  # one graph, where --compile says so
+    learn = run.compile(gradient_step)  # compiled in long runs (--compile)
     workers.start(agent, args.num_steps)
     step = run.start(agent=agent, optimizer=optimizer, workers=workers)
 

@@ -16,10 +16,11 @@ What differs from vdn.py:
   layer (hypernetworks).
 - `collect` stores the state; `td_target` and `td_loss` give it, normalised by running
   statistics, to the mixing network.
-- All errors have the same weight: the mixing network needed no w_t. γ is 0.9 (0.95 there).
+- All errors have the same weight: the mixing network needed no w_t. γ is 0.9 (0.95 there),
+  1.5 M steps (2 M).
 What differs from the paper: what vdn.py names except w_t (paper: a GRU that also sees the agent's
 last action; 32 episodes a batch; one step, max_a Q̄_tot; RMSProp, 5e-4); γ = 0.9 (0.99); the mixing
-network begins close to Σ_i Q^i + A (`Mixer` says why).
+network begins close to Σ_i Q_i + A (`Mixer` says why).
 """
 
 import copy
@@ -177,7 +178,7 @@ def collect(agent: Agent, envs: vec_envs.VecEnv, rollout: dict[str, Tensor]) -> 
 
 
 def lambda_returns(reward, next_value, terminated, done, gamma: float) -> Tensor:
-    """y_t = r_t + γ (1 − terminated_t) [ (1 − λ_t) V(o_{t+1}) + λ_t y_{t+1} ], all (T, B).
+    """y_t = r_t + γ (1 − terminated_t) [ (1 − λ_t) next_value_t + λ_t y_{t+1} ], all (T, B).
 
     λ_t = λ (1 − done_t), and 0 at the last step of a window.
     """
@@ -250,7 +251,7 @@ def train(args: Args) -> Result:
     target.normalizer = agent.normalizer  # both see the same observations
     target.state_normalizer = agent.state_normalizer
     optimizer = torch.optim.Adam(agent.parameters(), args.learning_rate, fused=True)
-    learn = run.compile(update)  # one graph, where --compile says so
+    learn = run.compile(update)  # compiled in long runs (--compile)
     agents, state = (workers.envs.num_agents,), (workers.envs.state_dim,)
     rollout = workers.start(
         agent, args.num_steps, alive=agents, next_alive=agents, state=state, next_state=state

@@ -10,12 +10,12 @@ Fujimoto, van Hoof, Meger 2018, arXiv:1802.09477. With Q̄, μ̄ the slow target
 
     python algos/td3.py --env HalfCheetah
 
-What differs from ddpg.py (the first limits overestimation, the other two the errors of Q̄):
+What differs from ddpg.py (the first against overestimation, the others against noisy targets):
 - `Critics`, `critic_loss`: two critics, and the smaller of their target values.
 - `critic_loss`: noise on the target actor's action, so that a narrow peak of Q̄ counts less.
 - `update`: actor and target networks move after every d-th update of the critics.
 What differs from the paper: two layers of 256 (400 and 300), batches of 256 (100), 10,000 steps of
-uniform actions (1000 on all tasks except HalfCheetah and Ant), four environments collect, and a' is
+uniform actions (so on HalfCheetah and Ant, 1000 elsewhere), four environments collect, and a' is
 clipped to the action range (as in the authors' code). With --n-step, r is a sum of n discounted
 rewards and `discount` is γⁿ (else γ); with --prioritized, `weight` corrects L(Q) alone.
 """
@@ -57,7 +57,7 @@ class Args(TransitionArgs):
     learning_rate: float = 1e-3
     """Adam's learning rate for every network"""
     gamma: float = 0.99
-    """γ, the discount factor"""
+    """γ, the discount factor; a batch has γⁿ, its `discount`"""
     tau: float = 0.005
     """τ: how far the target networks move at each of their updates"""
     exploration_noise: float = 0.1
@@ -198,13 +198,13 @@ def update(agent: Agent, target: Agent, optimizers, batch, number, args: Args):
 def train(args: Args) -> Result:
     run = Run(args, __file__)
     args = run.args
-    workers = Workers(run, collect, "bounded", ahead=True)  # ahead: they collect during updates
+    workers = Workers(run, collect, "bounded", ahead=True)  # with --num-workers, during updates
     agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
     target = copy.deepcopy(agent).requires_grad_(False)
     critic_optimizer = torch.optim.Adam(agent.critics.parameters(), args.learning_rate, fused=True)
     actor_optimizer = torch.optim.Adam(agent.actor.parameters(), args.learning_rate, fused=True)
     optimizers = critic_optimizer, actor_optimizer
-    learn = run.compile(update, args.policy_delay)  # one graph, where --compile says so
+    learn = run.compile(update, args.policy_delay)  # compiled in long runs (--compile)
     replay = ReplayBuffer(run, workers.start(agent, args.num_steps), args.buffer_size)
     step = run.start(
         agent=agent, target=target, critic_optimizer=critic_optimizer,

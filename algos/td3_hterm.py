@@ -258,13 +258,13 @@ def update(agent: Agent, target, optimizers, batch, number, windows, args: Args)
 def train(args: Args) -> Result:
     run = Run(args, __file__, LIMITS)
     args = run.args
-    workers = Workers(run, collect, "bounded", ahead=True)  # ahead: they collect during updates
+    workers = Workers(run, collect, "bounded", ahead=True)  # with --num-workers, during updates
     agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
     target = copy.deepcopy(agent).requires_grad_(False)
     critic_optimizer = torch.optim.Adam(agent.critics.parameters(), args.learning_rate, fused=True)
     actor_optimizer = torch.optim.Adam(agent.actor.parameters(), args.learning_rate, fused=True)
     optimizers = critic_optimizer, actor_optimizer
-    learn = run.compile(update, args.policy_delay)  # one graph, where --compile says so
+    learn = run.compile(update, args.policy_delay)  # compiled in long runs (--compile)
     extra = {"raw_action": workers.action_space.shape, "log_prob": ()}
     replay = ReplayBuffer(run, workers.start(agent, 1, **extra), args.buffer_size)
     step = run.start(

@@ -153,7 +153,7 @@ def collect(agent: Agent, envs: vec_envs.VecEnv, rollout: dict[str, Tensor]) -> 
 
 
 def lambda_returns(reward, next_value, terminated, done, gamma: float) -> Tensor:
-    """y_t = r_t + γ (1 − terminated_t) [ (1 − λ_t) V(o_{t+1}) + λ_t y_{t+1} ], all (T, B).
+    """y_t = r_t + γ (1 − terminated_t) [ (1 − λ_t) next_value_t + λ_t y_{t+1} ], all (T, B).
 
     λ_t = λ (1 − done_t), and 0 at the last step of a window.
     """
@@ -228,7 +228,7 @@ def train(args: Args) -> Result:
     target = copy.deepcopy(agent).requires_grad_(False)
     target.normalizer = agent.normalizer  # both see the same observations
     optimizer = torch.optim.Adam(agent.parameters(), args.learning_rate, fused=True)
-    learn = run.compile(update)  # one graph, where --compile says so
+    learn = run.compile(update)  # compiled in long runs (--compile)
     agents = (workers.envs.num_agents,)
     rollout = workers.start(agent, args.num_steps, alive=agents, next_alive=agents)
     replay = ReplayBuffer(run, rollout, args.buffer_size)

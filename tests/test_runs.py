@@ -778,7 +778,7 @@ def test_a_second_process_in_a_run_folder_is_refused(tmp_path):
     wait_for_pause(run)
     before = (run.dir / "metrics.csv").read_bytes()
     second = finish(resume(run.dir), 1)
-    assert f"{run.dir}: another process is training in it" in second.err
+    assert f"another process is training in {run.dir}; " in second.err
     third = resume(run.dir)
     wait_for(lambda: has_open(third, run.dir), what="the third process", run=third)
     kill(third, signal.SIGINT)

@@ -222,7 +222,7 @@ def saved_args(given: RunArgs, script: str) -> RunArgs:
         if name != "total_steps" or value < before:
             raise UserError(f"{flag(name)} is {value}, but a resumed run keeps its own ({before})")
         saved.total_steps = value
-        jumps = "every schedule that follows it (learning rate, exploration, beta) jumps"
+        jumps = "schedules, where the script has any (learning rate, ε, β), jump"
         tell(f"--total-steps was {before} and is now {value}: {jumps}.")
     return dataclasses.replace(saved, run_dir=given.resume, pause_at=given.pause_at)
 

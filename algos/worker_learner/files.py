@@ -48,7 +48,7 @@ def lock(folder: Path) -> None:
         _LOCKS[folder.resolve()] = handle
         return
     os.close(handle)
-    raise UserError(f"--run-dir or --resume {folder}: another process is training in it")
+    raise UserError(f"another process is training in {folder}; choose another --run-dir")
 
 
 def unlock(folder: Path) -> None:

@@ -122,7 +122,7 @@ class ReplayBuffer:
     def update_priorities(self, index: Tensor, td_error: Tensor) -> None:
         """p = (|δ| + ε)^α for the transitions (B,) of a batch; changes nothing if uniform."""
         if td_error.shape != index.shape:  # a value (B, 1) minus one (B,) is (B, B)
-            shapes = f"{tuple(td_error.shape)}; it must be that of the batch, {tuple(index.shape)}"
+            shapes = f"{tuple(td_error.shape)}, not {tuple(index.shape)}: is a squeeze(-1) missing?"
             self._run.fail(f"update_priorities: the TD errors have the shape {shapes}")
         if self.prioritized:
             priority = (td_error.detach().abs().float() + 1e-6) ** self.alpha
