@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from algos import play
+from algos import dqn, play
+from algos.worker_learner import parse
 
 ROOT = Path(__file__).parent.parent
 DEMO = ROOT / "algos" / "demo"
@@ -151,6 +152,16 @@ def test_a_debugger_stops_in_a_loss(tmp_path):
     )
     assert "not compiled" in done.stdout and "Categorical(" in done.stdout, done.stderr
     assert "Error" not in done.stderr
+
+
+def test_a_clone_that_uses_another_one_says_so(tmp_path, monkeypatch, capsys):
+    """One virtual environment, several clones: Python imports the one that is installed."""
+    (tmp_path / "worker_learner").mkdir()
+    for folder, warned in ((tmp_path, True), (ROOT / "algos", False), (tmp_path.parent, False)):
+        monkeypatch.setattr(sys, "argv", [str(folder / "dqn.py"), "--env", "CartPole"])
+        parse(dqn.Args, dqn.TUNED)
+        said = f"the script uses {ROOT}/algos/worker_learner, not the folder beside it"
+        assert (said in capsys.readouterr().out) == warned
 
 
 def test_the_file_of_a_policy_stands_for_its_folder():

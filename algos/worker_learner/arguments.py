@@ -245,6 +245,9 @@ def parse(args_class: type[RunArgs], tuned: dict[str, dict[str, Any]]) -> RunArg
     ]
     args = tyro.cli(args_class, args=words, default=args_class(**own), description=text)
     args.typed = words
+    used, beside = Path(__file__).parent, Path(sys.argv[0]).resolve().with_name("worker_learner")
+    if beside.is_dir() and beside != used.resolve():  # of another clone, which is installed
+        warn(f"the script uses {used}, not the folder beside it; PYTHONPATH=. would change that.")
     return args
 
 
