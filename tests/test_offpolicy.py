@@ -322,18 +322,19 @@ def test_compiled_updates_are_the_same():
     found, graphs = [], torch._dynamo.utils.counters["stats"]
     before = graphs["unique_graphs"]
     for how in ("default", "none"):
-        agent, target, args = make_agent(td3, target_noise=0.0)
+        agent, target, args = make_agent(td3, torch.float32, target_noise=0.0)
         run = SimpleNamespace(args=RunArgs(compile=how, device="cpu"))
         learn = Run.compile(run, td3.update, args.policy_delay)
         networks = agent.critics, agent.actor
         optimizers = [torch.optim.Adam(x.parameters(), fused=True) for x in networks]
+        batch = {k: x.float() if x.is_floating_point() else x for k, x in random_batch().items()}
         for number in range(7):
             optimizers[1].param_groups[0]["lr"] = 0.01 / (number + 1)  # a schedule
-            results = learn(agent, target, optimizers, random_batch(), number, args)
+            results = learn(agent, target, optimizers, batch, number, args)
         states = [optimizer.state_dict()["state"] for optimizer in optimizers]
         found.append((results, agent.state_dict(), target.state_dict(), states))
     assert graphs["unique_graphs"] - before == 2  # with the actor, without it
-    torch.testing.assert_close(*found, rtol=1e-8, atol=1e-10)
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("script", [*SCRIPTS, mod_sac])

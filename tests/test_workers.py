@@ -244,7 +244,7 @@ def test_one_policy_waits_for_the_evaluator_the_newest(monkeypatch, capsys):
     asked, answers = [], []
 
     class Answering:
-        close = None
+        close, answered = None, False
 
         def __init__(self, *arguments):
             self.ask, self.process = asked.append, SimpleNamespace(exitcode=None)
