@@ -62,7 +62,7 @@ class Args(TransitionArgs):
     learning_rate: float = 1e-3
     """Adam's learning rate for actor, critics and temperature"""
     gamma: float = 0.99
-    """γ, the discount factor; a batch has γⁿ, its `discount`"""
+    """γ, the discount factor; `discount` in a batch is γⁿ"""
     hidden_size: int = 256
     """width of the two hidden layers of the actor"""
     critic_hidden_size: int = 512
@@ -255,7 +255,7 @@ def update(agent: Agent, optimizers, batch: dict, number: int, args: Args):
 def train(args: Args) -> Result:
     run = Run(args, __file__, LIMITS)
     args = run.args
-    workers = Workers(run, collect, "bounded", ahead=True)  # with --num-workers, during updates
+    workers = Workers(run, collect, "bounded", ahead=True)  # --num-workers collect during updates
     agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
     actor_parameters = [*agent.actor.parameters(), agent.log_temperature]
     adam = dict(lr=args.learning_rate, betas=(0.5, 0.999), fused=True)

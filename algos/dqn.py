@@ -61,7 +61,7 @@ class Args(TransitionArgs):
     learning_rate: float = 1e-3
     """Adam's learning rate, annealed linearly to zero"""
     gamma: float = 0.99
-    """γ, the discount factor; a batch has γⁿ, its `discount`"""
+    """γ, the discount factor; `discount` in a batch is γⁿ"""
     tau: float = 0.01
     """τ: how far the target network moves at each of its updates"""
     final_epsilon: float = 0.05
@@ -163,7 +163,7 @@ def update(agent: Agent, target: nn.Module, optimizer, batch: dict, args: Args):
 def train(args: Args) -> Result:
     run = Run(args, __file__)
     args = run.args
-    workers = Workers(run, collect, "discrete", ahead=True)  # with --num-workers, during updates
+    workers = Workers(run, collect, "discrete", ahead=True)  # --num-workers collect during updates
     agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
     target = copy.deepcopy(agent.q_network).requires_grad_(False)
     optimizer = torch.optim.Adam(agent.q_network.parameters(), args.learning_rate, fused=True)

@@ -61,7 +61,7 @@ class Args(TransitionArgs):
     learning_rate: float = 1e-3
     """Adam's learning rate for actor, critics and temperature"""
     gamma: float = 0.99
-    """γ, the discount factor; a batch has γⁿ, its `discount`"""
+    """γ, the discount factor; `discount` in a batch is γⁿ"""
     tau: float = 0.005
     """τ: how far the target networks move at each of their updates"""
     hidden_size: int = 256
@@ -213,7 +213,7 @@ def update(agent: Agent, target: Critics, optimizers, batch: dict, args: Args):
 def train(args: Args) -> Result:
     run = Run(args, __file__)
     args = run.args
-    workers = Workers(run, collect, "bounded", ahead=True)  # with --num-workers, during updates
+    workers = Workers(run, collect, "bounded", ahead=True)  # --num-workers collect during updates
     agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
     target = copy.deepcopy(agent.critics).requires_grad_(False)
     critic_optimizer = torch.optim.Adam(agent.critics.parameters(), args.learning_rate, fused=True)

@@ -64,7 +64,7 @@ class Args(TransitionArgs):
     learning_rate: float = 1e-3
     """Adam's learning rate for actor, critics and temperature, annealed linearly to zero"""
     gamma: float = 0.99
-    """γ, the discount factor; a batch has γⁿ, its `discount`"""
+    """γ, the discount factor; `discount` in a batch is γⁿ"""
     tau: float = 0.01
     """τ: how far the target networks move at each of their updates"""
     target_entropy_ratio: float = 0.3
@@ -230,7 +230,7 @@ def update(agent: Agent, target: Critics, optimizers, batch: dict, args: Args):
 def train(args: Args) -> Result:
     run = Run(args, __file__, LIMITS)
     args = run.args
-    workers = Workers(run, collect, "discrete", ahead=True)  # with --num-workers, during updates
+    workers = Workers(run, collect, "discrete", ahead=True)  # --num-workers collect during updates
     agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
     target = copy.deepcopy(agent.critics).requires_grad_(False)
     critic_optimizer = torch.optim.Adam(agent.critics.parameters(), args.learning_rate, fused=True)

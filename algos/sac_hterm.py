@@ -258,7 +258,7 @@ def update(agent: Agent, target, optimizers, batch, windows, args: Args):
 def train(args: Args) -> Result:
     run = Run(args, __file__, LIMITS)
     args = run.args
-    workers = Workers(run, collect, "bounded", ahead=True)  # with --num-workers, during updates
+    workers = Workers(run, collect, "bounded", ahead=True)  # --num-workers collect during updates
     agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
     target = copy.deepcopy(agent.critics).requires_grad_(False)
     critic_optimizer = torch.optim.Adam(agent.critics.parameters(), args.learning_rate, fused=True)

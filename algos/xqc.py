@@ -64,7 +64,7 @@ class Args(TransitionArgs):
     learning_rate: float = 3e-4
     """Adam's learning rate for actor, critics and temperature, annealed linearly to a tenth"""
     gamma: float = 0.99
-    """γ, the discount factor; a batch has γⁿ, its `discount`"""
+    """γ, the discount factor; `discount` in a batch is γⁿ"""
     hidden_size: int = 256
     """width of the four hidden layers of the actor"""
     critic_hidden_size: int = 256
@@ -258,7 +258,7 @@ def update(agent: Agent, optimizers, batch: dict, number: int, args: Args):
 def train(args: Args) -> Result:
     run = Run(args, __file__, LIMITS)
     args = run.args
-    workers = Workers(run, collect, "bounded", ahead=True)  # with --num-workers, during updates
+    workers = Workers(run, collect, "bounded", ahead=True)  # --num-workers collect during updates
     agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
     actor_parameters = [*agent.actor.parameters(), agent.log_temperature]
     critic_optimizer = torch.optim.Adam(agent.critics.parameters(), args.learning_rate, fused=True)
