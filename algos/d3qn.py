@@ -79,7 +79,7 @@ LIMITS = {"exploration_length": (1, None)}
 
 # What differs by environment; a flag on the command line wins.
 TUNED = {
-    "CartPole": dict(total_steps=50_000, eval_every=10_000, n_step=10),
+    "CartPole": dict(total_steps=50_000, eval_every=10_000, n_step=10, utd_ratio=0.5),
     "Acrobot": dict(total_steps=100_000, eval_every=20_000, n_step=3, utd_ratio=1.0,
                     hidden_size=256, tau=0.005, exploration_length=10),
     "MountainCar": dict(total_steps=120_000, eval_every=20_000, n_step=10, utd_ratio=0.5,
