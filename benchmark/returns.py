@@ -259,7 +259,7 @@ def table(results: Path) -> None:
 
 
 def figure(results: Path) -> None:
-    """A panel an environment: every seed's curve thin, their median thick, a colour a script.
+    """A panel an environment: every run's curve thin, their median thick, a colour a script.
 
     Only of runs with the scripts' own settings (how long, how often evaluated and how fast are
     none; --bf16 was a flag of former commits); simple policies' returns, where known, dotted.
@@ -270,15 +270,17 @@ def figure(results: Path) -> None:
         from PIL import Image  # which matplotlib needs
     except ImportError:
         raise SystemExit("No figure without matplotlib: pip install matplotlib") from None
-    panels: dict[str, dict[str, dict[str, list[tuple[int, float]]]]] = {}
+    panels: dict[str, dict[str, list[tuple]]] = {}  # env -> script -> (who, its points) a run
     with open(results / "curves.csv", newline="") as file:
         for row in csv.DictReader(file):
             flags = {w for w in shlex.split(row["flags"]) if w.startswith("--")}
             if flags <= no_settings:
                 name = row["script"] + " --bf16" * ("--bf16" in flags)
-                seeds = panels.setdefault(row["env"], {}).setdefault(name, {})
-                points = seeds.setdefault((row["seed"], row["flags"]), [])
-                points.append((int(row["step"]), float(row["return"])))
+                runs = panels.setdefault(row["env"], {}).setdefault(name, [])
+                who, step = (row["seed"], row["flags"]), int(row["step"])
+                if not runs or runs[-1][0] != who or step <= runs[-1][1][-1][0]:
+                    runs.append((who, []))  # the rows of a run follow one another
+                runs[-1][1].append((step, float(row["return"])))
     if not panels:
         raise SystemExit(f"{results}/curves.csv has no run with a script's own settings")
     columns = min(4, len(panels))
@@ -292,17 +294,17 @@ def figure(results: Path) -> None:
         for policy, value in known.items():
             axis.axhline(value, color="grey", linestyle=":", linewidth=1)
             axis.text(0, value, policy, transform=axis.get_yaxis_transform(), fontsize=6)
-        for number, (script, seeds) in enumerate(sorted(scripts.items())):
+        for number, (script, runs) in enumerate(sorted(scripts.items())):
             colour = f"C{number}"
             at: dict[int, list[float]] = {}
-            for points in seeds.values():
+            for _, points in runs:
                 axis.plot(*zip(*points, strict=True), c=colour, alpha=0.35, lw=0.7)
                 for step, value in points:
                     at.setdefault(step, []).append(value)
-            medians = {  # where at least half of the seeds were evaluated
+            medians = {  # where at least half of the runs were evaluated
                 step: statistics.median(values)
                 for step, values in sorted(at.items())
-                if 2 * len(values) >= len(seeds)
+                if 2 * len(values) >= len(runs)
             }
             axis.plot(*zip(*medians.items(), strict=True), ".-", c=colour, label=script)
         axis.set_title(env.rpartition(":")[2])

@@ -109,7 +109,7 @@ def vec_env_class(name: str) -> type[VecEnv] | None:
 def simulates_on_gpu(name: str, num_envs: int) -> bool:
     """Whether a GPU, where there is one, should simulate `num_envs` of this environment.
 
-    A step of MuJoCo is many small kernels there: an H100 takes 10.7 ms to step 1024 Ants, 14.4 ms
+    A step of MuJoCo is many small kernels there: an H100 takes 10.7 ms to step 1024 Ants, 14.5 ms
     to step 4096 (HalfCheetah: 2.4 and 3.1 ms); two CPU cores make 10,000 Ant steps a second.
     """
     if NAMES.get(base_name(name)) == "mujoco":
