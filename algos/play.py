@@ -29,7 +29,7 @@ import tyro
 from torch import Tensor, nn
 
 import vec_envs
-from algos.worker_learner.arguments import UserError, check_args, say_in_one_sentence
+from algos.worker_learner.arguments import UserError, check_args, read_flags, say_in_one_sentence
 from algos.worker_learner.files import load_checked
 from algos.worker_learner.workers import LONGEST_EVALUATION, compare_returns, score
 from vec_envs.drawing import CannotDraw, choose_gl, draw, open_window, seconds_per_step
@@ -82,7 +82,7 @@ class Ensemble(nn.Module):
         super().__init__()
         self.agents, self.one_agent = nn.ModuleList(agents), env.num_agents is None
         self.choices = int(getattr(env.single_action_space, "n", 0))  # 0: continuous actions
-        self.register_buffer("weights", torch.tensor(weights) / sum(weights))
+        self.register_buffer("weights", torch.tensor([x / sum(weights) for x in weights]))
 
     def opinion(self, agent: nn.Module, obs: Tensor) -> Tensor:  # (N, ..., act_dim or choices)
         if self.choices and hasattr(agent, "policy"):
@@ -293,7 +293,7 @@ def main(args: Args) -> None:
 
 if __name__ == "__main__":
     sys.excepthook = say_in_one_sentence
-    args = tyro.cli(Args, config=(tyro.conf.FlagCreatePairsOff,))
+    args = read_flags(Args, sys.argv[1:], config=(tyro.conf.FlagCreatePairsOff,))
     if args.json:  # PyBullet prints in C
         sys.stdout = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)

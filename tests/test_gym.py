@@ -423,6 +423,9 @@ def test_options_behind_the_name():
     assert make("Spread,physics=openai", 2).physics == "openai"
     assert make("Pendulum,g=9.81", 2).g == 9.81
     assert make("CartPole,sutton_barto_reward=true", 2).sutton_barto_reward is True
+    for wrong, said in ("CartPole,sutton_barto_reward=no", "'no'"), ("Pendulum,g={[]}", "{..}"):
+        with pytest.raises(ValueError, match=said):
+            make(wrong, 2)
     assert make("Ant,healthy_reward=2,frame_skip=1", 2).options.healthy_reward == 2
     assert make("CartPole-v1,max_episode_steps=20", 2).max_episode_steps == 20
     options = make("Hopper,healthy_z_range=(0.5,2),reset_noise_scale=0", 2).options

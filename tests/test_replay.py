@@ -172,9 +172,7 @@ def test_windows(times, newest):
             alive *= not done[k, b]
     at_least_one = replay.windows(50, 6, 1)["obs"]  # however few are asked for
     assert (at_least_one[0, :, 0] == stream.time - 6).all()
-    replay._run.fail = pytest.fail
-    with pytest.raises(pytest.fail.Exception, match="at least 45, for windows of 15 steps"):
-        replay.windows(1, 15)
+    assert len(replay.windows(1, 15)["obs"]) == min(stream.time, 14)  # as long as there are steps
 
 
 def test_proportional_sampling_has_the_right_distribution():

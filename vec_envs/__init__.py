@@ -136,5 +136,5 @@ def _option(word: str) -> tuple[str, Any]:
         raise ValueError(f"{word!r} is not an option of an environment, such as g=9.8")
     try:
         return key, ast.literal_eval(re.sub(r"\binf\b", "1e999", value))
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, TypeError):
         return key, {"true": True, "false": False}.get(value.lower(), value)

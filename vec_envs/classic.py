@@ -116,6 +116,8 @@ class CartPole(ClassicEnv):
         sutton_barto_reward: bool = False,
     ):  # fmt: skip
         super().__init__(num_envs, device, seed)
+        if not isinstance(sutton_barto_reward, bool):
+            raise ValueError(f"sutton_barto_reward is {sutton_barto_reward!r}, not true or false")
         self.sutton_barto_reward = sutton_barto_reward
 
     def _initial_state(self) -> Tensor:

@@ -24,6 +24,7 @@ from algos.worker_learner.arguments import (
     UserError,
     check_args,
     flag,
+    read_flags,
     say_in_one_sentence,
 )
 
@@ -261,7 +262,7 @@ def parse(args_class: type[PopulationArgs]) -> tuple[PopulationArgs, list[str]]:
     sys.excepthook = say_in_one_sentence
     words = [*sys.argv[1:], "--"]
     at = words.index("--")
-    args = tyro.cli(args_class, args=words[:at], config=(tyro.conf.FlagCreatePairsOff,))
+    args = read_flags(args_class, words[:at], config=(tyro.conf.FlagCreatePairsOff,))
     return args, words[at + 1 : -1]
 
 
@@ -308,7 +309,7 @@ def hyperparameters(
         raise UserError(f"the algorithm is {algo}, which has no Args and TUNED to train by")
     limits = {**RUN_LIMITS, **getattr(script, "LIMITS", {})}
     defaults = script.Args(**script.TUNED.get(vec_envs.base_name(args.env), {}))
-    given = tyro.cli(script.Args, prog=f"{script.__name__}.py", args=words, default=defaults)
+    given = read_flags(script.Args, words, prog=f"{script.__name__}.py", default=defaults)
     check_args(given, limits)
     if refused := [word for word in words if word.split("=")[0].replace("_", "-") in OURS]:
         raise UserError(f"{refused[0]} stands after --, but the population sets it itself")

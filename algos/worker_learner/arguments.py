@@ -98,7 +98,7 @@ RUN_LIMITS = {
     **dict.fromkeys("gamma gae_lambda tau final_epsilon exploration_fraction".split(), (0, 1)),
     **dict.fromkeys("num_workers env_threads torch_threads".split(), (0, 1024)),
     **{"num_envs": (0, 2**20), "seed": (0, 2**31 - 1), "eval_episodes": (1, 10_000)},
-    "max_grad_norm": (1e-9, None),
+    **{"max_grad_norm": (1e-9, None), "utd_ratio": (0, 1000)},
 }
 
 SHARED = "num_envs", "num_workers", "minibatch_size", "batch_size"  # N learners divide them
@@ -239,16 +239,25 @@ def parse(args_class: type[RunArgs], tuned: dict[str, dict[str, Any]]) -> RunArg
     own = {} if given.resume else tuned.get(vec_envs.base_name(given.env or ""), {})
     sys.excepthook = say_in_one_sentence
     text = f"{args_class.__doc__} The defaults shown are those for --env {given.env}."
-    words = [
-        re.sub(r"(^|=)(\d+\.?\d*e\+?\d\d?)$", lambda x: f"{x[1]}{Decimal(x[2]):f}", word)
-        for word in sys.argv[1:]  # 2.5e6 is a whole number, too
-    ]
-    args = tyro.cli(args_class, args=words, default=args_class(**own), description=text)
-    args.typed = words
+    args = read_flags(args_class, sys.argv[1:], default=args_class(**own), description=text)
+    args.typed = sys.argv[1:]
     used, beside = Path(__file__).parent, Path(sys.argv[0]).resolve().with_name("worker_learner")
     if beside.is_dir() and beside != used.resolve():  # of another clone, which is installed
         warn(f"the script uses {used}, not the folder beside it; PYTHONPATH=. would change that.")
     return args
+
+
+def read_flags(args_class: type, words: list[str], **options: Any) -> Any:
+    """tyro.cli, where a whole number may be typed as 2.5e6, too."""
+    whole = {flag(field.name) for field in dataclasses.fields(args_class) if field.type is int}
+
+    def plain(before: str, word: str) -> str:
+        name, equals, value = word.rpartition("=")
+        known = (name or before).replace("_", "-") in whole
+        number = known and re.fullmatch(r"\d+\.?\d*e\+?\d\d?", value)
+        return f"{name}{equals}{Decimal(value):f}" if number else word
+
+    return tyro.cli(args_class, args=list(map(plain, ["", *words], words)), **options)
 
 
 def say_in_one_sentence(kind: type[BaseException], error: BaseException, trace: Any) -> None:

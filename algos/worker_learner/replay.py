@@ -132,14 +132,13 @@ class ReplayBuffer:
     def windows(self, count: int, length: int, newest: int | None = None) -> dict[str, Tensor]:
         """`count` (B) windows of `length` (K) consecutive steps of one env each, (K, B, ...).
 
+        K is less while the buffer has fewer steps of each env.
         `newest`: only from so many of the last transitions, and at least one window of each env.
         mask (K, B) is 1 up to and with the first end of an episode and 0 after it: m_0 = 1,
         m_j = Π_{i<j} (1 − done_i); discount (K, 1) is γ^j.
         """
         envs, device = self.num_envs * world_size(), self.priority.device
-        if length > self.rows:
-            least = f"--warmup-steps and --buffer-size must be at least {length * envs}"
-            self._run.fail(f"{least}, for windows of {length} steps of {envs} environments")
+        length = min(length, self.rows)
         rows = self.rows if newest is None else min(self.rows, max(length, -(-newest // envs)))
         first = torch.randint(rows - length + 1, (count,), device=device)
         env = torch.randint(self.num_envs, (count,), device=device)
