@@ -225,8 +225,8 @@ def soft_update(target: nn.Module, network: nn.Module, tau: float) -> None:
         theirs.lerp_(ours, tau)
 
 
-def update(agent: Agent, target: Agent, optimizers, batch, number, args: Args) -> dict:
-    """Step `number` of critics, perhaps of actors and target networks -> what to log."""
+def update(agent: Agent, target: Agent, optimizers, batch, due, args: Args) -> dict:
+    """One step of critics, if due of actors and target networks -> what to log."""
     critic_optimizer, actor_optimizer = optimizers
     q_loss = critic_loss(agent, target, batch, args)
     critic_optimizer.zero_grad()
@@ -234,7 +234,7 @@ def update(agent: Agent, target: Agent, optimizers, batch, number, args: Args) -
     average_gradients(agent.critics)
     nn.utils.clip_grad_norm_(agent.critics.parameters(), args.max_grad_norm)
     critic_optimizer.step()
-    if number % args.policy_delay != args.policy_delay - 1:
+    if not due:
         return {"critic": q_loss}  # actors and target networks wait
 
     policy_loss = actor_loss(agent, batch, args)
@@ -257,7 +257,7 @@ def train(args: Args) -> Result:
     critic_optimizer = torch.optim.Adam(agent.critics.parameters(), args.learning_rate, fused=True)
     actor_optimizer = torch.optim.Adam(agent.actors.parameters(), args.learning_rate, fused=True)
     optimizers = critic_optimizer, actor_optimizer
-    learn = run.compile(update, args.policy_delay)  # compiled in long runs (--compile)
+    learn = run.compile(update)  # compiled in long runs (--compile)
     agents = (workers.envs.num_agents,)
     rollout = workers.start(agent, args.num_steps, alive=agents, next_alive=agents)
     replay = ReplayBuffer(run, rollout, args.buffer_size)
@@ -276,7 +276,8 @@ def train(args: Args) -> Result:
         if step >= args.warmup_steps and len(replay) >= min(args.warmup_steps, args.buffer_size):
             for number in range(int(before * args.utd_ratio), int(step * args.utd_ratio)):
                 batch = replay.sample(args.batch_size)
-                losses |= learn(agent, target, optimizers, batch, number, args)
+                due = (number + 1) % args.policy_delay == 0
+                losses |= learn(agent, target, optimizers, batch, due, args)
 
         run.log_episodes(step, rollout)
         if step // args.log_every > before // args.log_every:

@@ -221,8 +221,8 @@ def soft_update(target: nn.Module, network: nn.Module, tau: float) -> None:
         theirs.lerp_(ours, tau)
 
 
-def update(agent: Agent, target: Critics, optimizers, batch, number, args: Args):
-    """Step `number` of the critics, perhaps of the actor -> what to log, mean |TD error| (B,)."""
+def update(agent: Agent, target: Critics, optimizers, batch, due, args: Args):
+    """One step of the critics, if due of the actor -> what to log, mean |TD error| (B,)."""
     critic_optimizer, actor_optimizer = optimizers
     q_loss, td_error = critic_loss(agent, target, batch, args)
     critic_optimizer.zero_grad()
@@ -231,7 +231,7 @@ def update(agent: Agent, target: Critics, optimizers, batch, number, args: Args)
     critic_optimizer.step()
     losses = {"critic": q_loss}
 
-    if number % args.policy_delay == args.policy_delay - 1:
+    if due:
         policy_loss, log_prob = actor_loss(agent, batch)
         actor_optimizer.zero_grad()
         loss = policy_loss + temperature_loss(agent, log_prob)  # they share no parameter
@@ -257,7 +257,7 @@ def train(args: Args) -> Result:
     actor_parameters = [*agent.actor.parameters(), agent.log_temperature]
     actor_optimizer = torch.optim.Adam(actor_parameters, args.learning_rate, fused=True)
     optimizers = critic_optimizer, actor_optimizer
-    learn = run.compile(update, args.policy_delay)  # compiled in long runs (--compile)
+    learn = run.compile(update)  # compiled in long runs (--compile)
     replay = ReplayBuffer(run, workers.start(agent, args.num_steps), args.buffer_size)
     step = run.start(
         agent=agent, target=target, critic_optimizer=critic_optimizer,
@@ -273,7 +273,8 @@ def train(args: Args) -> Result:
         if step >= args.warmup_steps and len(replay) >= min(args.warmup_steps, args.buffer_size):
             for number in range(int(before * args.utd_ratio), int(step * args.utd_ratio)):
                 batch = replay.sample(args.batch_size)
-                new, td_error = learn(agent, target, optimizers, batch, number, args)
+                due = (number + 1) % args.policy_delay == 0
+                new, td_error = learn(agent, target, optimizers, batch, due, args)
                 losses |= new  # the actor's loss is not in every one
                 replay.update_priorities(batch["index"], td_error)
 

@@ -174,15 +174,15 @@ def soft_update(target: nn.Module, network: nn.Module, tau: float) -> None:
         theirs.lerp_(ours, tau)
 
 
-def update(agent: Agent, target: Agent, optimizers, batch, number, args: Args):
-    """Step `number` of critics, perhaps of actor and targets -> what to log, the TD errors (B,)."""
+def update(agent: Agent, target: Agent, optimizers, batch, due, args: Args):
+    """One step of critics, if due of actor and targets -> what to log, the TD errors (B,)."""
     critic_optimizer, actor_optimizer = optimizers
     q_loss, td_error = critic_loss(agent, target, batch, args)
     critic_optimizer.zero_grad()
     q_loss.backward()
     average_gradients(agent.critics)
     critic_optimizer.step()
-    if number % args.policy_delay != args.policy_delay - 1:
+    if not due:
         return {"critic": q_loss}, td_error  # actor and target networks wait
 
     policy_loss = actor_loss(agent, batch)
@@ -204,7 +204,7 @@ def train(args: Args) -> Result:
     critic_optimizer = torch.optim.Adam(agent.critics.parameters(), args.learning_rate, fused=True)
     actor_optimizer = torch.optim.Adam(agent.actor.parameters(), args.learning_rate, fused=True)
     optimizers = critic_optimizer, actor_optimizer
-    learn = run.compile(update, args.policy_delay)  # compiled in long runs (--compile)
+    learn = run.compile(update)  # compiled in long runs (--compile)
     replay = ReplayBuffer(run, workers.start(agent, args.num_steps), args.buffer_size)
     step = run.start(
         agent=agent, target=target, critic_optimizer=critic_optimizer,
@@ -220,7 +220,8 @@ def train(args: Args) -> Result:
         if step >= args.warmup_steps and len(replay) >= min(args.warmup_steps, args.buffer_size):
             for number in range(int(before * args.utd_ratio), int(step * args.utd_ratio)):
                 batch = replay.sample(args.batch_size)
-                new, td_error = learn(agent, target, optimizers, batch, number, args)
+                due = (number + 1) % args.policy_delay == 0
+                new, td_error = learn(agent, target, optimizers, batch, due, args)
                 losses |= new  # the actor's loss is not in every one
                 replay.update_priorities(batch["index"], td_error)
 

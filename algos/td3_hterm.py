@@ -217,15 +217,15 @@ def soft_update(target: nn.Module, network: nn.Module, tau: float) -> None:
         theirs.lerp_(ours, tau)
 
 
-def update(agent: Agent, target, optimizers, batch, number, windows, args: Args):
-    """Step `number` of critics, perhaps of actor and targets -> what to log."""
+def update(agent: Agent, target, optimizers, batch, due, windows, args: Args):
+    """One step of critics, if due of actor and targets -> what to log."""
     critic_optimizer, actor_optimizer = optimizers
     q_loss, _ = critic_loss(agent, target, batch, args)
     critic_optimizer.zero_grad()
     q_loss.backward()
     average_gradients(agent.critics)
     critic_optimizer.step()
-    if number % args.policy_delay != args.policy_delay - 1:
+    if not due:
         return {"critic": q_loss}  # actor and target networks wait
 
     policy_loss = actor_loss(agent, batch)
@@ -264,7 +264,7 @@ def train(args: Args) -> Result:
     critic_optimizer = torch.optim.Adam(agent.critics.parameters(), args.learning_rate, fused=True)
     actor_optimizer = torch.optim.Adam(agent.actor.parameters(), args.learning_rate, fused=True)
     optimizers = critic_optimizer, actor_optimizer
-    learn = run.compile(update, args.policy_delay)  # compiled in long runs (--compile)
+    learn = run.compile(update)  # compiled in long runs (--compile)
     extra = {"raw_action": workers.action_space.shape, "log_prob": ()}
     replay = ReplayBuffer(run, workers.start(agent, 1, **extra), args.buffer_size)
     step = run.start(
@@ -283,10 +283,10 @@ def train(args: Args) -> Result:
             agent.hterm_coef.fill_(args.hterm_coef * (1 - before / args.total_steps))
             for number in range(int(before * args.utd_ratio), int(step * args.utd_ratio)):
                 batch = replay.sample(args.batch_size)
-                windows, last = None, args.policy_delay - 1  # the update that moves the actor
-                if args.hterm_coef > 0 and number % args.policy_delay == last:
+                due, windows = (number + 1) % args.policy_delay == 0, None
+                if due and args.hterm_coef > 0:
                     windows = replay.windows(*shape, args.hterm_newest)
-                losses |= learn(agent, target, optimizers, batch, number, windows, args)
+                losses |= learn(agent, target, optimizers, batch, due, windows, args)
 
         run.log_episodes(step, rollout)
         if step // args.log_every > before // args.log_every:

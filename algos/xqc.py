@@ -231,8 +231,8 @@ def temperature_loss(agent: Agent, log_prob: Tensor) -> Tensor:
     return -agent.log_temperature * (log_prob + agent.target_entropy).mean()
 
 
-def update(agent: Agent, optimizers, batch: dict, number: int, args: Args):
-    """Step `number` of the critics, perhaps of the actor -> what to log, the TD errors (B,)."""
+def update(agent: Agent, optimizers, batch: dict, due: bool, args: Args):
+    """One step of the critics, if due of the actor -> what to log, the TD errors (B,)."""
     critic_optimizer, actor_optimizer = optimizers
     q_loss, td_error = critic_loss(agent, batch)
     critic_optimizer.zero_grad()
@@ -242,7 +242,7 @@ def update(agent: Agent, optimizers, batch: dict, number: int, args: Args):
     normalize_weights(agent.critics)
     losses = {"critic": q_loss}
 
-    if number % args.policy_delay == args.policy_delay - 1:
+    if due:
         policy_loss, log_prob = actor_loss(agent, batch)
         actor_optimizer.zero_grad()
         loss = policy_loss + temperature_loss(agent, log_prob)  # they share no parameter
@@ -264,7 +264,7 @@ def train(args: Args) -> Result:
     critic_optimizer = torch.optim.Adam(agent.critics.parameters(), args.learning_rate, fused=True)
     actor_optimizer = torch.optim.Adam(actor_parameters, args.learning_rate, fused=True)
     optimizers = critic_optimizer, actor_optimizer
-    learn = run.compile(update, args.policy_delay)  # compiled in long runs (--compile)
+    learn = run.compile(update)  # compiled in long runs (--compile)
     replay = ReplayBuffer(run, workers.start(agent, args.num_steps), args.buffer_size)
     step = run.start(
         agent=agent, critic_optimizer=critic_optimizer, actor_optimizer=actor_optimizer,
@@ -283,7 +283,8 @@ def train(args: Args) -> Result:
         if step >= args.warmup_steps and len(replay) >= min(args.warmup_steps, args.buffer_size):
             for number in range(int(before * args.utd_ratio), int(step * args.utd_ratio)):
                 batch = replay.sample(args.batch_size)
-                new, td_error = learn(agent, optimizers, batch, number, args)
+                due = (number + 1) % args.policy_delay == 0
+                new, td_error = learn(agent, optimizers, batch, due, args)
                 losses |= new  # the actor's loss is not in every one
                 replay.update_priorities(batch["index"], td_error)
 

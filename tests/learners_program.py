@@ -243,7 +243,7 @@ def off_policy(case: str) -> dict[str, Tensor]:
                 agent.hterm_coef.fill_(1e-2 if number % 4 else 1e2)  # now as it is, now limited
             call(
                 module, agent=agent, target=target, optimizer=optimizer, optimizers=optimizers,
-                batch=batch, windows=windows, number=number, due=number % 2 == 0, args=args,
+                batch=batch, windows=windows, due=number % 2 == 0, args=args,
             )  # fmt: skip
     return result(agent, optimizers[0] if optimizers else optimizer, target)
 

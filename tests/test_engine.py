@@ -97,7 +97,7 @@ def test_what_run_start_refuses_is_not_compiled():
     """`train` has made it by then."""
     args = sac.Args(compile="none", device="cpu")
     for make in (engine.compiled, engine.captured):
-        assert make(lambda x: x, 1, args)("anything") == "anything"
+        assert make(lambda x: x, args)("anything") == "anything"
 
 
 @pytest.mark.parametrize("how", ["default", "onednn"])
@@ -127,7 +127,7 @@ def test_large_products_of_a_compiled_graph(how, capfd):
     twin = copy.deepcopy(network).double()
     twins_adam = torch.optim.Adam(twin.parameters(), 0.01)
     reference = [update(twin, twins_adam, x.double()).item() for _ in range(4)]
-    learn = engine.compiled(update, 1, sac.Args(device="cpu", compile=how))
+    learn = engine.compiled(update, sac.Args(device="cpu", compile=how))
     first = [learn(network, adam, x).item()]  # as it is, to make Adam's moments
     first.append(learn(network, adam, x).item())  # compiled, maybe from the cache
     with torch.backends.mkldnn.verbose(torch.backends.mkldnn.VERBOSE_ON):  # it prints what it does
@@ -231,8 +231,8 @@ def two_networks(update, how, steps=6):
     networks = [torch.nn.Linear(3, 1) for _ in range(2)]
     adams = [torch.optim.Adam(network.parameters(), 0.1) for network in networks]
     args = sac.Args(device="cpu", compile=how)
-    learn = update if how == "none" else engine.compiled(update, 2, args)
-    found = [learn(networks, adams, torch.ones(4, 3), 10 * i, i) for i in range(steps)]
+    learn = update if how == "none" else engine.compiled(update, args)
+    found = [learn(networks, adams, torch.ones(4, 3), 10 * i, i % 2 == 1) for i in range(steps)]
     return found, torch.cat([x.flatten() for net in networks for x in net.parameters()]), args
 
 
@@ -241,7 +241,7 @@ def test_an_update_that_cannot_be_one_graph_runs_as_it_is(capsys):
     if engine.choose_compile(sac.Args(), "cpu", False) == "none":
         pytest.skip("nothing is compiled here")
 
-    def update(networks, adams, x, step, number, stops=True):
+    def update(networks, adams, x, step, due, stops=True):
         for network, adam in zip(networks, adams, strict=True):
             loss = network(x).square().mean()
             adam.zero_grad()
@@ -249,7 +249,7 @@ def test_an_update_that_cannot_be_one_graph_runs_as_it_is(capsys):
             adam.step()
             if stops and loss > 1e9:  # which depends on a tensor
                 print("large")
-        return step, number % 2
+        return step, due
 
     given = list(range(0, 60, 10))
     (expected, weights, _), (found, same, args) = (
@@ -257,8 +257,8 @@ def test_an_update_that_cannot_be_one_graph_runs_as_it_is(capsys):
     )
     assert args.compile == "none" and "From here on not compiled: " in capsys.readouterr().out
     torch.testing.assert_close(same, weights, rtol=0, atol=0)
-    assert found == expected == list(zip(given, [0, 1] * 3, strict=True))
-    # and in one graph, only `number` is what it is in its period
+    assert found == expected == list(zip(given, [False, True] * 3, strict=True))
+    # and in one graph for each `due`
     found, same, args = two_networks(partial(update, stops=False), "default")
     assert args.compile == "default", capsys.readouterr().out
     assert found == expected
@@ -276,7 +276,7 @@ def test_an_optimizer_that_run_start_was_not_given_is_not_taken_for_adam(capsys)
         weight.sum().backward()
         optimizer.step()
 
-    learn = engine.compiled(update, 1, sac.Args(device="cpu", compile="default"))
+    learn = engine.compiled(update, sac.Args(device="cpu", compile="default"))
     learn(optimizer), learn(optimizer)
     assert "not compiled: an optimizer is not a plain Adam" in capsys.readouterr().out
     assert weight[0] < -0.09  # 1 → 1 · (1 − 0.1 · 10) − 0.1 → −0.1
@@ -295,7 +295,7 @@ def test_a_weight_that_joins_later_is_trained(capsys):
         (first.sum() + both * second.sum() if both else first.sum()).backward()
         optimizer.step()
 
-    learn = engine.compiled(update, 1, sac.Args(device="cpu", compile="default"))
+    learn = engine.compiled(update, sac.Args(device="cpu", compile="default"))
     for both in (False, True, True):
         learn(ours, both), update(plain, both)
     assert "not compiled: an optimizer is not a plain Adam for all" in capsys.readouterr().out
@@ -315,7 +315,7 @@ def test_an_optimizer_that_is_loaded_later_goes_on_from_there():
         adam.step()
 
     args = sac.Args(device="cpu", compile="default")
-    learn = engine.compiled(update, 1, args)
+    learn = engine.compiled(update, args)
     for x in torch.tensor([1.0, 2.0]):
         learn(adams[0], x), update(adams[1], x)
     early = [copy.deepcopy(adam.state_dict()) for adam in adams]
@@ -344,7 +344,7 @@ def test_float64_is_not_compiled(capsys):
             weight.square().sum().backward()
             adam.step()
 
-        learn = engine.compiled(update, 1, sac.Args(device="cpu", compile="default"))
+        learn = engine.compiled(update, sac.Args(device="cpu", compile="default"))
         learn(adam), learn(adam), learn(adam)
     finally:
         torch.set_default_dtype(torch.float32)

@@ -277,12 +277,9 @@ def test_noise_on_the_targets_actions_is_cut(monkeypatch):
 
 
 @BOTH
-@pytest.mark.parametrize("delay", [2, 3])
-def test_who_moves_when(script, delay):
-    """Actors and target networks after the last of the delayed updates of the critics."""
-    agent, target, args = make_agents(
-        script, **({"policy_delay": delay} if script is matd3 else {})
-    )
+def test_who_moves_when(script):
+    """Of matd3.py actors and target networks only where they are due."""
+    agent, target, args = make_agents(script)
     target.requires_grad_(False)
     batch = random_batch()
     optimizers = [
@@ -294,11 +291,11 @@ def test_who_moves_when(script, delay):
 
     for number in range(7):
         before = [weights(x) for x in (agent.critics, agent.actors, target)]
-        numbered = [] if script is maddpg else [number]
-        losses = script.update(agent, target, optimizers, batch, *numbered, args)
+        rest = script is maddpg or number in (2, 5)
+        due = [] if script is maddpg else [rest]
+        losses = script.update(agent, target, optimizers, batch, *due, args)
         after = [weights(x) for x in (agent.critics, agent.actors, target)]
         moved = [not torch.equal(x, y) for x, y in zip(before, after, strict=True)]
-        rest = script is maddpg or (number + 1) % delay == 0
         assert moved == [True, rest, rest]
         assert losses.keys() == ({"critic", "actor"} if rest else {"critic"})
         assert all(parameter.requires_grad for parameter in agent.parameters())
@@ -309,12 +306,11 @@ def test_who_moves_when(script, delay):
 @BOTH
 def test_steps_are_down_shortened_gradients(script):
     """Of all critics together, and of all actors."""
-    options = {"policy_delay": 1} if script is matd3 else {}
-    agent, target, args = make_agents(script, max_grad_norm=1e-3, **options)
+    agent, target, args = make_agents(script, max_grad_norm=1e-3)
     networks = agent.critics, agent.actors
     optimizers = [torch.optim.SGD(network.parameters(), 1.0) for network in networks]
     before = [[p.detach().clone() for p in network.parameters()] for network in networks]
-    script.update(agent, target, optimizers, random_batch(), *[0] * (script is matd3), args)
+    script.update(agent, target, optimizers, random_batch(), *[True] * (script is matd3), args)
     for network, old in zip(networks, before, strict=True):
         step = [x - p for x, p in zip(old, network.parameters(), strict=True)]
         assert torch.cat([x.flatten() for x in step]).norm().item() == pytest.approx(1e-3, rel=1e-2)

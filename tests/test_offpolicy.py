@@ -281,8 +281,8 @@ def optimizers_of(script, agent):
     return torch.optim.SGD(critic, 0.1), torch.optim.SGD(actor_parameters(script, agent), 0.1)
 
 
-def update(script, agent, target, optimizers, args, number=0):
-    extra = {td3: (number,), mod_sac: (True,)}.get(script, ())
+def update(script, agent, target, optimizers, args, due=True):
+    extra = (due,) if script in (td3, mod_sac) else ()
     return script.update(agent, target, optimizers, random_batch(), *extra, args)
 
 
@@ -324,13 +324,13 @@ def test_compiled_updates_are_the_same():
     for how in ("default", "none"):
         agent, target, args = make_agent(td3, torch.float32, target_noise=0.0)
         run = SimpleNamespace(args=RunArgs(compile=how, device="cpu"))
-        learn = Run.compile(run, td3.update, args.policy_delay)
+        learn = Run.compile(run, td3.update)
         networks = agent.critics, agent.actor
         optimizers = [torch.optim.Adam(x.parameters(), fused=True) for x in networks]
         batch = {k: x.float() if x.is_floating_point() else x for k, x in random_batch().items()}
         for number in range(7):
             optimizers[1].param_groups[0]["lr"] = 0.01 / (number + 1)  # a schedule
-            results = learn(agent, target, optimizers, batch, number, args)
+            results = learn(agent, target, optimizers, batch, number % 2 == 1, args)
         states = [optimizer.state_dict()["state"] for optimizer in optimizers]
         found.append((results, agent.state_dict(), target.state_dict(), states))
     assert graphs["unique_graphs"] - before == 2  # with the actor, without it
@@ -343,8 +343,7 @@ def test_an_update_is_one_gradient_step_of_each_network(script):
 
     Twice: no gradient is left from the first update, nor from the actor's loss in the critics.
     """
-    options = {"policy_delay": 1} if script is td3 else {}
-    agent, target, args = make_agent(script, tau=0.25, **options)
+    agent, target, args = make_agent(script, tau=0.25)
     ours, ours_target = copy.deepcopy(agent), copy.deepcopy(target)
     optimizers, batch = optimizers_of(script, agent), random_batch()
 
@@ -356,7 +355,7 @@ def test_an_update_is_one_gradient_step_of_each_network(script):
 
     for seed in range(2):
         torch.manual_seed(seed)
-        losses, _ = update(script, agent, target, optimizers, args, seed)
+        losses, _ = update(script, agent, target, optimizers, args)
         assert losses.keys() >= {"critic", "actor"}
         torch.manual_seed(seed)
         loss, _ = script.critic_loss(ours, ours_target, batch, *(args,) * (script is td3))
@@ -374,14 +373,14 @@ def test_an_update_is_one_gradient_step_of_each_network(script):
 
 
 def test_policy_delay():
-    """Actor and target networks move after the last of `policy_delay` updates of the critics."""
-    agent, target, args = make_agent(td3, policy_delay=3)
+    """Actor and target networks move only where they are due."""
+    agent, target, args = make_agent(td3)
     optimizers = optimizers_of(td3, agent)
     moved = []
     for number in range(7):
         parts = (agent.actor, target.actor, target.critics, agent.critics)
         before = [weights(part) for part in parts]
-        losses, _ = update(td3, agent, target, optimizers, args, number)
+        losses, _ = update(td3, agent, target, optimizers, args, number in (2, 5))
         moved.append([not torch.equal(a, weights(b)) for a, b in zip(before, parts, strict=True)])
         assert ("actor" in losses) == (number in (2, 5))
     assert moved == [[number in (2, 5)] * 3 + [True] for number in range(7)]

@@ -329,10 +329,10 @@ def update_of(script, coef, windows=None, values=True):
     optimizers = [
         torch.optim.SGD(group, 0.0) for group in (critic_of(script, agent).parameters(), parameters)
     ]
-    number = (args.policy_delay - 1,) if script is td3_hterm else ()
+    due = (True,) if script is td3_hterm else ()
     torch.manual_seed(7)
     agent.hterm_coef.fill_(coef)
-    script.update(agent, target, optimizers, batch, *number, windows, args)
+    script.update(agent, target, optimizers, batch, *due, windows, args)
     if script is sac_hterm:
         assert torch.equal(agent.log_temperature.grad, temperature) and temperature != 0
     return torch.cat([x.grad.flatten() for x in agent.actor.parameters()]), base, term

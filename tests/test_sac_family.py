@@ -208,7 +208,7 @@ def test_an_ensemble_begins_as_linear_layers_do():
         assert values.std().item() == pytest.approx(0.2 / 3**0.5, rel=0.1)
 
 
-def moves(script, numbers_of_updates, **options):
+def moves(script, numbers_of_updates, delay, **options):
     """Which of (critics, actor, target) each update moved."""
     agent, target, args = make_agent(script, **options)
     optimizers, batch, found = optimizers_of(agent), random_batch(), []
@@ -216,8 +216,8 @@ def moves(script, numbers_of_updates, **options):
     others = (agent,) if script is crossq else (agent, target)
     for number in numbers_of_updates:
         before = [torch.cat([p.detach().flatten() for p in part.parameters()]) for part in parts]
-        number = agent.policy_due.item() >= 0 if script is mod_sac else number  # as in `train`
-        script.update(*others, optimizers, batch, number, args)
+        due = (number + 1) % delay == 0 if delay else agent.policy_due.item() >= 0  # as in `train`
+        script.update(*others, optimizers, batch, due, args)
         after = [torch.cat([p.detach().flatten() for p in part.parameters()]) for part in parts]
         found.append([not torch.equal(a, b) for a, b in zip(before, after, strict=True)])
     return found, agent
@@ -225,9 +225,9 @@ def moves(script, numbers_of_updates, **options):
 
 def test_the_actor_waits_for_the_critics():
     """It moves after the last of the updates of the critics that it waits for."""
-    found, _ = moves(redq, range(8), ensemble_size=3, policy_delay=4)
+    found, _ = moves(redq, range(8), 4, ensemble_size=3)
     assert found == [[True, number in (3, 7), True] for number in range(8)]
-    found, _ = moves(crossq, range(7), critic_hidden_size=6)
+    found, _ = moves(crossq, range(7), 3, critic_hidden_size=6)
     assert found == [[True, number in (2, 5)] for number in range(7)]
 
 
@@ -236,12 +236,11 @@ def test_only_their_own_loss_moves_the_critics(script):
     """The actor's leaves no gradient in them, and they learn again afterwards."""
     agent, target, args = make_agent(script, **({"ensemble_size": 3} if script is redq else {}))
     others = (agent,) if script is crossq else (agent, target)
-    number = True if script is mod_sac else args.policy_delay - 1  # the actor moves
     before = copy.deepcopy(others)
     torch.manual_seed(3)
     script.critic_loss(*before, random_batch(), *(args,) * (script is redq))[0].backward()
     torch.manual_seed(3)
-    losses, _ = script.update(*others, optimizers_of(agent), random_batch(), number, args)
+    losses, _ = script.update(*others, optimizers_of(agent), random_batch(), True, args)
     assert "actor" in losses and all(p.requires_grad for p in agent.parameters())
     both = zip(agent.critics.parameters(), before[0].critics.parameters(), strict=True)
     for ours, expected in both:
@@ -251,7 +250,7 @@ def test_only_their_own_loss_moves_the_critics(script):
 def test_redq_target_follows_by_tau():
     agent, target, args = make_agent(redq, ensemble_size=3, tau=0.25)
     before = [p.detach().clone() for p in target.parameters()]
-    redq.update(agent, target, optimizers_of(agent), random_batch(), 0, args)
+    redq.update(agent, target, optimizers_of(agent), random_batch(), False, args)
     rows = zip(before, agent.critics.parameters(), target.parameters(), strict=True)
     for old, ours, theirs in rows:
         torch.testing.assert_close(theirs, old.lerp(ours, 0.25))
@@ -309,7 +308,7 @@ def test_mod_sac_policy_follows_the_critics_loss(losses, monkeypatch):
     critic, actor = (lambda x: x.critics.q1[0]), (lambda x: x.actor.mean_and_log_std[0])
     monkeypatch.setattr(mod_sac, "critic_loss", lambda x, *_: (critic(x).weight.sum(), zeros))
     monkeypatch.setattr(mod_sac, "actor_loss", lambda x, *_: (actor(x).weight.sum(), zeros))
-    found, _ = moves(mod_sac, range(len(losses)))
+    found, _ = moves(mod_sac, range(len(losses)), None)
     average, due, expected = 1.0, 0.0, []
     for loss in losses:
         expected.append(due >= 0)

@@ -196,21 +196,11 @@ class _Adam:
             weight.sub_(rate * m / ((v / two).sqrt() + self.eps))
 
 
-def counting(update: Callable, period: int) -> Callable:
-    """A function of update's inputs that makes `number` period − 1, at each last of them, or 0."""
-    names, last = list(inspect.signature(update).parameters), period - 1
-    if "number" not in names:
-        return lambda inputs: inputs
-    at = names.index("number")
-    return lambda x: (*x[:at], last * (x[at] % period == last), *x[at + 1 :])
-
-
-def compiled(update: Callable, period: int, args: Any) -> Callable:
+def compiled(update: Callable, args: Any) -> Callable:
     """`update` with its losses, their gradients and the optimizers' steps as one compiled graph.
 
-    It may do another thing where its `number` is the last of `period`. The first updates run as
-    they are: in them Adam makes its moments. Where it cannot be one graph, all do: in two graphs
-    backward() would add to gradients that zero_grad() has not cleared.
+    The first updates run as they are: in them Adam makes its moments. Where it cannot be one graph,
+    all do: in two graphs backward() would add to gradients that zero_grad() has not cleared.
     """
     torch._dynamo.config.trace_autograd_ops = True  # through backward(), by torch 2.13
 
@@ -227,11 +217,11 @@ def compiled(update: Callable, period: int, args: Any) -> Callable:
         options["post_grad_custom_post_pass"] = OneDNN()
     compute = torch.compile(without_gradients, options=options, fullgraph=True)
     twins: dict[torch.optim.Adam, _Adam] = {}
-    count, exc = counting(update, period), torch._dynamo.exc
+    exc = torch._dynamo.exc
     failures = exc.TorchDynamoException, exc.FailOnRecompileLimitHit
 
     def learn(*inputs: Any) -> Any:
-        leaves, tree = pytree.tree_flatten(count(inputs))
+        leaves, tree = pytree.tree_flatten(inputs)
         optimizers = [x for x in leaves if isinstance(x, torch.optim.Optimizer)]
         if args.compile == "none" or not all(adam.state for adam in optimizers):
             return update(*inputs)
@@ -256,22 +246,20 @@ def compiled(update: Callable, period: int, args: Any) -> Callable:
     return learn
 
 
-def captured(function: Callable, period: int, args: Any) -> Callable:
+def captured(function: Callable, args: Any) -> Callable:
     """`function`, recorded as a CUDA graph: one launch for hundreds of kernels, the same results.
 
-    There is a graph for each combination of shapes, and another where the `number` of an update is
-    the last of `period`; twice each runs without. Whatever is no tensor changes in place: modules,
-    optimizers. What a graph returns is overwritten when it runs again.
+    There is a graph for each combination of shapes and of other inputs; twice each runs without.
+    Modules and optimizers change in place. What a graph returns is overwritten when it runs again.
     """
     runs: dict[tuple, int] = {}
     graphs: dict[tuple, tuple] = {}
     rates: dict[int, Tensor] = {}
-    count = counting(function, period)
 
     def graphed(*inputs: Any) -> Any:
         if args.compile == "none":
             return function(*inputs)
-        leaves, tree = pytree.tree_flatten(count(inputs))
+        leaves, tree = pytree.tree_flatten(inputs)
         given = [x for x in leaves if isinstance(x, Tensor)]
         key = [getattr(x, "shape", x) for x in leaves]
         key = tuple(x if x.__hash__ else id(x) for x in key)

@@ -130,14 +130,14 @@ class Run:
             self._exit(PAUSED)
         return self.step
 
-    def compile(self, update: Callable, period: int = 1) -> Callable:
+    def compile(self, update: Callable) -> Callable:
         """`update` as one graph, where --compile says so; tensors may change, attributes may not.
 
-        It may do another thing where its argument `number` is the last of `period`.
+        Each combination of arguments that are no tensors, as `due`, has a graph of its own.
         """
         self.args.compile = engine.unless_debugged(self.args.compile, update)
         make = {"none": None, "graphs": engine.captured}.get(self.args.compile, engine.compiled)
-        return make(update, period, self.args) if make else update
+        return make(update, self.args) if make else update
 
     def log(self, step: int, losses: dict[str, Tensor | float], **charts: Tensor | float) -> None:
         """Write losses/… and charts/… to metrics.csv and TensorBoard; UserError at NaN or infinity.
