@@ -230,13 +230,10 @@ class Workers:
         floats = {name: x for name, x in self._rollout.items() if x.is_floating_point()}
         if math.isfinite(sum(x.sum() for x in floats.values())):  # one transfer for all
             return
-        wrong = {name: (~x.isfinite()).nonzero() for name, x in floats.items()}
-        firsts = [(places[0].tolist(), name) for name, places in wrong.items() if len(places)]
-        if firsts:  # else only the sum was too large
-            place, name = min(firsts, key=lambda first: first[0][0])
-            step = (place[0] + 1) * self.args.num_envs * self._run.world_size + self._run.step
-            found = self._rollout[name][tuple(place)]
-            self._run.fail(f"{name} is {found} at step {step}: training stopped")
+        for t, (name, x) in itertools.product(range(len(self._rollout["done"])), floats.items()):
+            if len(wrong := x[t][~x[t].isfinite()]):  # else only the sum was too large
+                step = (t + 1) * self.args.num_envs * self._run.world_size + self._run.step
+                self._run.fail(f"{name} is {wrong[0]} at step {step}: training stopped")
 
     def _collect_from_children(self) -> None:
         if not self._asked:
