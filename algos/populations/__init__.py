@@ -29,5 +29,3 @@ below 2²⁹.
 
 from algos.populations.agents import Agent, PopulationArgs, is_better, parse
 from algos.populations.population import Population, run
-
-__all__ = ["Agent", "Population", "PopulationArgs", "is_better", "parse", "run"]

@@ -43,7 +43,3 @@ from algos.worker_learner.run import Result, Run
 from algos.worker_learner.workers import Workers
 
 Distribution.set_default_validate_args(False)  # it takes time, and a GPU would be waited for
-
-__all__ = ["Normalizer", "ReplayArgs", "ReplayBuffer", "Result", "RewardScaler", "Run", "RunArgs"]
-__all__ += ["TransitionArgs", "UserError", "Workers", "average_gradients", "mean_over_learners"]
-__all__ += ["parse", "std_mean_over_learners", "var_mean_over_learners"]
