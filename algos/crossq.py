@@ -199,7 +199,7 @@ def collect(agent: Agent, envs: vec_envs.VecEnv, rollout: dict[str, Tensor]) -> 
 
 
 def critic_loss(agent: Agent, batch: dict) -> tuple[Tensor, Tensor]:
-    """Σ_i E[ ½ w ( Q_i(s, a) − y )² ] with importance weights w, and min_i Q_i − y (B,)."""
+    """Σ_i E[ ½ w δ_i² ] with δ_i = Q_i(s, a) − y, importance weights w; and max_i |δ_i| (B,)."""
     with torch.no_grad():
         next_action, next_log_prob = agent.actor.sample(batch["next_obs"])
     obs = torch.cat((batch["obs"], batch["next_obs"]))  # (2 B, obs_dim)
@@ -211,8 +211,8 @@ def critic_loss(agent: Agent, batch: dict) -> tuple[Tensor, Tensor]:
         next_value = torch.minimum(next_q1, next_q2)
         next_value = next_value - agent.log_temperature.exp() * next_log_prob
         y = batch["reward"] + batch["discount"] * ~batch["terminated"] * next_value
-    squared_error = (q1 - y).square() + (q2 - y).square()
-    return 0.5 * (batch["weight"] * squared_error).mean(), (torch.minimum(q1, q2) - y).detach()
+    delta = torch.stack((q1, q2)) - y  # δ_i, (2, B)
+    return 0.5 * (batch["weight"] * delta.square().sum(0)).mean(), delta.detach().abs().amax(0)
 
 
 def actor_loss(agent: Agent, batch: dict) -> tuple[Tensor, Tensor]:

@@ -168,7 +168,7 @@ def target_entropy_at(step: int, args: Args) -> float:
 
 
 def critic_loss(agent: Agent, target: Critics, batch: dict) -> tuple[Tensor, Tensor]:
-    """Σ_i E[ ½ w ( Q_i(s, a) − y )² ] with importance weights w, and min_i Q_i − y (B,)."""
+    """Σ_i E[ ½ w δ_i² ] with δ_i = Q_i(s, a) − y, importance weights w; and max_i |δ_i| (B,)."""
     with torch.no_grad():
         next_obs = agent.normalizer(batch["next_obs"])
         policy = agent.policy(next_obs)
@@ -179,8 +179,8 @@ def critic_loss(agent: Agent, target: Critics, batch: dict) -> tuple[Tensor, Ten
     q1, q2 = agent.critics(agent.normalizer(batch["obs"]))
     action = batch["action"].unsqueeze(-1)
     q1, q2 = q1.gather(-1, action).squeeze(-1), q2.gather(-1, action).squeeze(-1)
-    squared_error = (q1 - y).square() + (q2 - y).square()
-    return 0.5 * (batch["weight"] * squared_error).mean(), (torch.minimum(q1, q2) - y).detach()
+    delta = torch.stack((q1, q2)) - y  # δ_i, (2, B)
+    return 0.5 * (batch["weight"] * delta.square().sum(0)).mean(), delta.detach().abs().amax(0)
 
 
 def actor_loss(agent: Agent, batch: dict) -> tuple[Tensor, Tensor]:

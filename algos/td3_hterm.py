@@ -173,7 +173,7 @@ def collect(agent: Agent, envs: vec_envs.VecEnv, rollout: dict[str, Tensor]) -> 
 
 
 def critic_loss(agent: Agent, target: Agent, batch: dict, args: Args) -> tuple[Tensor, Tensor]:
-    """Σ_i E[ ½ w ( Q_i(s, a) − y )² ] with importance weights w, and min_i Q_i − y (B,)."""
+    """Σ_i E[ ½ w δ_i² ] with δ_i = Q_i(s, a) − y, importance weights w; and max_i |δ_i| (B,)."""
     with torch.no_grad():
         noise = args.target_noise * torch.randn_like(batch["action"])
         noise = noise.clamp(-args.target_noise_clip, args.target_noise_clip)
@@ -181,8 +181,8 @@ def critic_loss(agent: Agent, target: Agent, batch: dict, args: Args) -> tuple[T
         next_value = torch.minimum(*target.critics(batch["next_obs"], next_action))
         y = batch["reward"] + batch["discount"] * ~batch["terminated"] * next_value
     q1, q2 = agent.critics(batch["obs"], batch["action"])
-    squared_error = (q1 - y).square() + (q2 - y).square()
-    return 0.5 * (batch["weight"] * squared_error).mean(), (torch.minimum(q1, q2) - y).detach()
+    delta = torch.stack((q1, q2)) - y  # δ_i, (2, B)
+    return 0.5 * (batch["weight"] * delta.square().sum(0)).mean(), delta.detach().abs().amax(0)
 
 
 def actor_loss(agent: Agent, batch: dict) -> Tensor:

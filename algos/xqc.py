@@ -196,7 +196,7 @@ def project(returns: Tensor, p: Tensor, bins: Tensor) -> Tensor:
 
 
 def critic_loss(agent: Agent, batch: dict) -> tuple[Tensor, Tensor]:
-    """Σ_i E[ − w Σ_j m_j log p_ij(s, a) ] with importance weights w, and min_i Q_i − y (B,)."""
+    """Σ_i E[ − w Σ_j m_j log p_ij(s, a) ] with importance weights w, and max_i |Q_i − y| (B,)."""
     with torch.no_grad():
         next_action, next_log_prob = agent.actor.sample(batch["next_obs"])
     obs = torch.cat((batch["obs"], batch["next_obs"]))  # (2 B, obs_dim)
@@ -211,7 +211,7 @@ def critic_loss(agent: Agent, batch: dict) -> tuple[Tensor, Tensor]:
         discount = (batch["discount"] * ~batch["terminated"])[:, None]
         y = agent.reward_scaler.scale(batch["reward"])[:, None] + discount * next_return
         m = project(y, next_p, z)
-        td_error = (logits.softmax(-1) @ z).amin(0) - m @ z
+        td_error = (logits.softmax(-1) @ z - m @ z).abs().amax(0)
     cross_entropy = -(m * logits.log_softmax(-1)).sum((0, -1))  # (B,)
     return (batch["weight"] * cross_entropy).mean(), td_error
 

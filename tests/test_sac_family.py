@@ -379,7 +379,7 @@ def test_crossq_gradients(batches):
         return loss_of([q[:BATCH] for q in values(weights, x, critics_learning)], y, batch)
 
     assert_gradient(loss, agent.critics, critics_reference)
-    np.testing.assert_allclose(td_error, np.minimum(*(q[:BATCH] for q in now)) - y)
+    np.testing.assert_allclose(td_error, np.maximum(*(abs(q[:BATCH] - y) for q in now)))
     expected = 0.99 * before + 0.01 * torch.tensor(x.mean(0))
     torch.testing.assert_close(running.mean, expected)
     torch.testing.assert_close(running.var, 0.99 * var_before + 0.01 * torch.tensor(x.var(0)))
