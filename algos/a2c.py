@@ -225,7 +225,7 @@ def train(args: Args) -> Result:
     agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
     # RMSProp, nearly the paper's: with Adam a good policy did not stay good on CartPole.
     optimizer = torch.optim.RMSprop(agent.parameters(), args.learning_rate, eps=1e-5)
-    workers.start(agent, args.num_steps)
+    workers.start(agent, args.num_steps)  # resets the environments, makes `collect`'s `rollout`
     step = run.start(agent=agent, optimizer=optimizer, workers=workers)
 
     while step < args.total_steps:

@@ -103,9 +103,9 @@ class BatchRenorm(nn.Module):
         var, mean = var_mean_over_learners(x, 0)
         std = (var + 1e-3).sqrt()
         with torch.no_grad():
-            warm = self.batches >= 100_000
-            r = torch.where(warm, (std / running_std).clamp(1 / 3, 3), 1.0)
-            d = torch.where(warm, ((mean - self.mean) / running_std).clamp(-5, 5), 0.0)
+            reliable = self.batches >= 100_000
+            r = torch.where(reliable, (std / running_std).clamp(1 / 3, 3), 1.0)
+            d = torch.where(reliable, ((mean - self.mean) / running_std).clamp(-5, 5), 0.0)
             self.mean.lerp_(mean, 0.01)
             self.var.lerp_(var, 0.01)
             self.batches += 1

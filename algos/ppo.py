@@ -53,7 +53,7 @@ class Args(RunArgs):
     learning_rate: float = 5e-4
     """Adam's learning rate for actor and critic; annealed linearly to zero if --target-kl is 0"""
     target_kl: float = 0.0
-    """target KL divergence in an epoch's last minibatch; adapts the learning rate (0: annealed)"""
+    """KL divergence of an epoch to which the learning rate adapts; no early stop (0: annealed)"""
     epochs: int = 10
     """passes over each rollout"""
     minibatch_size: int = 512
@@ -278,7 +278,7 @@ def train(args: Args) -> Result:
     agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
     optimizer = torch.optim.Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True)
     learn = run.compile(gradient_step)  # compiled in long runs (--compile)
-    workers.start(agent, args.num_steps)
+    workers.start(agent, args.num_steps)  # resets the environments, makes `collect`'s `rollout`
     step = run.start(agent=agent, optimizer=optimizer, workers=workers)
 
     while step < args.total_steps:

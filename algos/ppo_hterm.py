@@ -48,7 +48,7 @@ class Args(RunArgs):
     learning_rate: float = 5e-4
     """Adam's learning rate for actor and critic; annealed linearly to zero if --target-kl is 0"""
     target_kl: float = 0.0
-    """target KL divergence in an epoch's last minibatch; adapts the learning rate (0: annealed)"""
+    """KL divergence of an epoch to which the learning rate adapts; no early stop (0: annealed)"""
     epochs: int = 10
     """passes over each rollout"""
     minibatch_size: int = 512

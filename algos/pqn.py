@@ -191,7 +191,7 @@ def train(args: Args) -> Result:
     agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
     optimizer = torch.optim.RAdam(agent.q_network.parameters(), args.learning_rate, eps=1e-5)
     learn = run.compile(gradient_step)  # compiled in long runs (--compile)
-    workers.start(agent, args.num_steps)
+    workers.start(agent, args.num_steps)  # resets the environments, makes `collect`'s `rollout`
     step = run.start(agent=agent, optimizer=optimizer, workers=workers)
 
     while step < args.total_steps:

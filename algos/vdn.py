@@ -18,8 +18,8 @@ What differs from the paper:
 - batches are windows of `num_steps` steps from anywhere in the replay buffer, not episodes; an
   episode that is truncated inside a window bootstraps from its true last observation;
 - rewards, stored as they are, are divided by the standard deviation of the return when sampled, and
-  clipped to ±10; observations are normalised;
-- double Q-learning, λ = ½, a learning rate annealed to zero, soft updates of the target;
+  clipped to ±10; observations are normalised; the learning rate is annealed to zero;
+- double Q-learning, soft updates of the target, λ = ½ (what older policies chose is not corrected);
 - w_t: where Q_tot is above y, errors have the weight α (Rashid et al. 2020, arXiv:2006.10800). It
   rises from 0.1 to 1 in the run's first half: what pays only jointly is unlearned more slowly.
 """

@@ -137,13 +137,13 @@ def test_the_readmes_hold_what_was_measured(throughput, capsys, tmp_path):
     for table in tables:
         one_repetition = table.strip().replace(" ± nan", "")  # has no standard error
         assert one_repetition in text, table.partition("\n")[0]
-    found = set()  # (environment, script, steps, return, seeds)
+    found = set()  # (environment, script, steps, return, its standard deviation, seeds)
     for line in re.findall(r"^\| (.*) \|$", returns, re.M)[1:]:
         env, script, steps, _, *cells = line.split(" | ")
-        for mean, seeds in re.findall(r"(\S+)(?: ± \S+)? \((\d+)\)", " ".join(cells[:2])):
+        for mean, std, seeds in re.findall(r"(\S+) ± (\S+) \((\d+)\)", " ".join(cells[:2])):
             key = env, script.split()[0], steps
-            found |= {(*key, f"{float(mean):.{d}f}", seeds) for d in (0, 1)}
-    row = r"^\| ([\w-]+)[^|]*\| (\w+\.py) \| ([\d.]+ [kM]) \| (-?[\d.]+) \((\d+)\)"
+            found |= {(*key, f"{float(mean):.{d}f}", f"{float(std):.{d}f}", seeds) for d in (0, 1)}
+    row = r"^\| ([\w-]+)[^|]*\| (\w+\.py) \| ([\d.]+ [kM]) \| (-?[\d.]+) ± ([\d.]+) \((\d+)\)"
     quoted = re.findall(row, (BENCHMARK.parent / "README.md").read_text().replace("−", "-"), re.M)
     assert len(quoted) >= 5 and set(quoted) <= found, set(quoted) - found
 

@@ -54,8 +54,8 @@ class Chasing(VecEnv):
     robot_factor, agent_factor = 0.50, 0.75  # of the velocity that remains after a step
     dt = 0.01
     thrust_cost = 0.02
-    initial_distance = 8.0  # along each axis; also the reward for catching
-    catch_distance = 1.0
+    initial_distance = 8.0  # along each axis
+    catch_distance, catch_reward = 1.0, 8.0
 
     # Step 2a. What state_dict() saves and load_state_dict() restores, besides core.py's own.
     state_names = ("robot_position", "robot_velocity", "agent_position", "agent_velocity")
@@ -109,7 +109,7 @@ class Chasing(VecEnv):
         caught = distance < self.catch_distance
         reward = distance_before - distance - self.thrust_cost * action.norm(dim=1)
         # Arithmetic instead of an if: `caught` is 0 or 1.
-        return reward + self.initial_distance * caught, caught
+        return reward + self.catch_reward * caught, caught
 
     # Step 5. Called after _simulate and again after _restart. torch.cat makes a new tensor, so that
     # an observation that somebody keeps does not change.
