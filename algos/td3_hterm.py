@@ -283,9 +283,9 @@ def train(args: Args) -> Result:
             agent.hterm_coef.fill_(args.hterm_coef * (1 - before / args.total_steps))
             for number in range(int(before * args.utd_ratio), int(step * args.utd_ratio)):
                 batch = replay.sample(args.batch_size)
-                due, windows = (number + 1) % args.policy_delay == 0, None
-                if due and args.hterm_coef > 0:
-                    windows = replay.windows(*shape, args.hterm_newest)
+                due = (number + 1) % args.policy_delay == 0
+                hterm = due and args.hterm_coef > 0
+                windows = replay.windows(*shape, args.hterm_newest) if hterm else None
                 losses |= learn(agent, target, optimizers, batch, due, windows, args)
 
         run.log_episodes(step, rollout)

@@ -1,7 +1,9 @@
 """Every script is short, mostly algorithm, a small diff to its parent, answers --help and runs."""
 
 import ast
+import importlib
 import importlib.util
+import inspect
 import os
 import re
 import runpy
@@ -227,3 +229,20 @@ def test_flags_win_over_an_environments_own_defaults(monkeypatch):
         args = parse(ppo.Args, ppo.TUNED)
         assert (args.num_steps, args.gamma) == (num_steps, gamma), command
         assert args.run_dir in ("", "1e3")  # a name that looks like a number stays as it is
+
+
+@pytest.mark.parametrize("name", ["td3", "td3_hterm", "redq", "crossq", "xqc", "matd3"])
+def test_the_actor_is_due_after_the_last_of_the_delayed_updates(name, monkeypatch, tmp_path):
+    """And not after the first: updates 18 to 39 are made, of which 20, 23, ... move it."""
+    script, dues = importlib.import_module(f"algos.{name}"), []
+
+    def update(*given, original=script.update):
+        dues.append(given[list(inspect.signature(original).parameters).index("due")])
+        return original(*given)
+
+    monkeypatch.setattr(script, "update", update)
+    options = dict(warmup_steps=20, total_steps=40, utd_ratio=1.0, policy_delay=3, batch_size=8)
+    options |= dict(num_envs=2, eval_episodes=1, hidden_size=8, run_dir=str(tmp_path / "run"))
+    options |= {"num_steps": 1} if name == "matd3" else {"env": "Pendulum"}
+    script.train(script.Args(**options))
+    assert dues == [number in range(20, 40, 3) for number in range(18, 40)]
