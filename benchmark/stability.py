@@ -465,15 +465,13 @@ def span(row: dict, name: str, digits: int = 0) -> str:
     return f"{cell(row[name], digits)} [{', '.join(ends)}]"
 
 
-def show(table: list[dict], overall: list[dict]) -> None:
+def show(table: list[dict], overall: list[dict], beside: str = "base") -> None:
     """Print Markdown: a table for each environment, and one across them."""
     for env, steps in dict.fromkeys((row["env"], row["steps"]) for row in table):
         print(f"\n**{env}, {int(steps):,} steps**\n")
-        print(
-            "| arm | seeds | mean ± sd | IQM | worst quarter | variance ratio | p | IQM − base's ",
-            end="",
-        )
-        print("| P(better than base) | area | drawdown | log σ |\n" + "|---" * 12 + "|")
+        heads = "arm", "seeds", "mean ± sd", "IQM", "worst quarter", "variance ratio", "p"
+        heads += f"IQM − {beside}'s", f"P(better than {beside})", "area", "drawdown", "log σ"
+        print(f"| {' | '.join(heads)} |\n" + "|---" * len(heads) + "|")
         for row in table:
             if (row["env"], row["steps"]) != (env, steps):
                 continue
@@ -486,10 +484,10 @@ def show(table: list[dict], overall: list[dict]) -> None:
             cells += [cell(row["area"]), cell(row["drawdown"]), cell(row["log_std"], 2)]
             print(f"| {' | '.join(cells)} |")
     if overall:
-        print("\nGeometric means of ratios to the base's:\n")
+        print(f"\nGeometric means of ratios to {beside}'s:\n")
         print("| arm | environments | variance | p | IQM |\n" + "|---" * 5 + "|")
     for row in overall:
-        ratio, iqms = span(row, "variance_ratio", 2), span(row, "iqm_ratio", 2)
+        ratio, iqms = span(row, "variance_ratio", 2), span(row, "iqm_ratio", 3)
         print(f"| {row['arm']} | {row['envs']} | {ratio} | {p_value(row['variance_p'])} | {iqms} |")
 
 
@@ -541,7 +539,7 @@ def draw(options: Options, runs: list[dict], table: list[dict]) -> None:
                 panel.plot(row[name], place, "o", color=colours[row["arm"]])
                 if name == "variance_ratio":
                     panel.annotate(
-                        f"p = {row['variance_p']:.3f}", (row[name], place), (0, 8),
+                        f"p {p_value(row['variance_p'])}", (row[name], place), (0, 8),
                         textcoords="offset points", ha="center", fontsize=8,
                     )  # fmt: skip
             panel.axvline(neutral, color="black", lw=0.8)
@@ -601,7 +599,7 @@ def main(options: Options) -> None:
     if options.beside and options.beside not in arms:
         raise SystemExit(f"--beside is {options.beside}; allowed is {', '.join(arms)}")
     if options.beside or options.only_seeds:
-        show(analyse(runs, options.beside), across(runs, options.beside))
+        show(analyse(runs, options.beside), across(runs, options.beside), options.beside or "base")
         return
     table, overall = analyse(runs), across(runs)
     write(options.results / "seeds.csv", [{k: run[k] for k in run if k != "rows"} for run in runs])
