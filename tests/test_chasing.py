@@ -67,19 +67,19 @@ def test_equals_the_rules_for_one_world(dim, dtype, error):
         chance.set_state(env.generator.get_state())
         robot_thrust = torch.rand(6, dim, generator=chance).numpy()
         obs, reward, terminated, truncated, info = env.step(torch.from_numpy(action))
-        for index, world in enumerate(worlds):
-            what = f"env {index} step {t}"
-            true = world.step(action[index], robot_thrust[index])
-            final = info["final_obs"][index].numpy()
-            np.testing.assert_allclose(final, true[0], rtol=0, atol=error, err_msg=what)
-            np.testing.assert_allclose(reward[index].item(), true[1], rtol=1e-6, atol=error)
-            assert (terminated[index].item(), truncated[index].item()) == true[2:], what
-            if true[2] or true[3]:
-                ends += true[2:]
-                assert not np.allclose(obs[index].numpy(), final), what  # already the next episode
-                assert not env.robot_velocity[index].any() and not env.agent_velocity[index].any()
-                worlds[index] = World(state(env, index))
-            np.testing.assert_allclose(obs[index].numpy(), worlds[index].obs(), atol=error)
+        inputs = zip(worlds, action, robot_thrust, strict=True)
+        given = [world.step(*thrusts) for world, *thrusts in inputs]
+        true_obs, true_reward, *true_ends = zip(*given, strict=True)
+        what, final = f"step {t}", info["final_obs"].numpy()
+        np.testing.assert_allclose(final, true_obs, rtol=0, atol=error, err_msg=what)
+        np.testing.assert_allclose(reward.numpy(), true_reward, rtol=1e-6, atol=error)
+        assert [tuple(terminated.tolist()), tuple(truncated.tolist())] == true_ends, what
+        for index in (terminated | truncated).nonzero().flatten().tolist():
+            ends += [x[index] for x in true_ends]
+            assert not np.allclose(obs[index].numpy(), final[index]), what  # the next episode
+            assert not env.robot_velocity[index].any() and not env.agent_velocity[index].any()
+            worlds[index] = World(state(env, index))
+        np.testing.assert_allclose(obs.numpy(), [world.obs() for world in worlds], atol=error)
     assert ends.min() >= 3  # both kinds
 
 

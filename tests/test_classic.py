@@ -77,22 +77,22 @@ def compare(env, options, steps, seed, beyond=1.5, obs_error=0.0, resync=False):
         obs, reward, terminated, truncated, info = env.step(torch.from_numpy(action))
         assert obs.dtype == info["final_obs"].dtype == reward.dtype == torch.float32
         assert terminated.dtype == truncated.dtype == torch.bool
-        for index, gym_env in enumerate(gym_envs):
-            what = f"{env.name} env {index} step {t}"
-            true_obs, true_reward, *true_ends, _ = gym_env.step(action[index])
-            final = info["final_obs"][index].numpy()
-            np.testing.assert_allclose(final, true_obs, rtol=0, atol=obs_error, err_msg=what)
-            # float32 rounds a reward of 100 to 4e-6
-            np.testing.assert_allclose(reward[index].item(), true_reward, rtol=1e-6, atol=1e-6)
-            assert [terminated[index].item(), truncated[index].item()] == true_ends, what
-            if any(true_ends):
-                ends += true_ends
-                twin(gym_env, env, index)
-                fresh = obs[index].numpy()
-                assert not np.array_equal(fresh, final), what
-                np.testing.assert_array_equal(fresh, observation_of(gym_env), err_msg=what)
-            else:
-                np.testing.assert_array_equal(obs[index].numpy(), final, err_msg=what)
+        what, final = f"{env.name} step {t}", info["final_obs"].numpy()
+        given = [gym_env.step(one) for gym_env, one in zip(gym_envs, action, strict=True)]
+        true_obs, true_reward, *true_ends, _ = zip(*given, strict=True)
+        np.testing.assert_allclose(final, true_obs, rtol=0, atol=obs_error, err_msg=what)
+        # float32 rounds a reward of 100 to 4e-6
+        np.testing.assert_allclose(reward.numpy(), true_reward, rtol=1e-6, atol=1e-6)
+        assert [tuple(terminated.tolist()), tuple(truncated.tolist())] == true_ends, what
+        goes_on = ~(terminated | truncated)
+        np.testing.assert_array_equal(obs[goes_on].numpy(), final[goes_on.numpy()], err_msg=what)
+        for index in (~goes_on).nonzero().flatten().tolist():
+            ends += [x[index] for x in true_ends]
+            twin(gym_envs[index], env, index)
+            fresh = obs[index].numpy()
+            assert not np.array_equal(fresh, final[index]), what
+            expected = observation_of(gym_envs[index])
+            np.testing.assert_array_equal(fresh, expected, err_msg=what)
     return ends
 
 

@@ -47,9 +47,12 @@ def twin(gym_env, env, index):
 
 @pytest.mark.parametrize(("name", "gym_options", "options"), CASES)
 def test_equals_gymnasium_step_by_step(name, gym_options, options):
-    num_envs, steps = 3, 1050  # past the time limit of 1000
+    num_envs, limit = 3, min(250, vec_env_class(name).max_episode_steps)
     env = make(name, num_envs, seed=1, **options)
     id = f"{name}-v5"
+    assert env.max_episode_steps == gymnasium.spec(id).max_episode_steps
+    env.max_episode_steps = limit
+    gym_options = {**gym_options, "max_episode_steps": limit}
     gym_envs = [gymnasium.make(id, **gym_options) for _ in range(num_envs)]
     for gym_env in gym_envs:
         gym_env.reset()
@@ -59,27 +62,24 @@ def test_equals_gymnasium_step_by_step(name, gym_options, options):
     space = env.single_action_space
     rng = np.random.default_rng(3)
     restarts = 0
-    for t in range(steps):
+    for t in range(260):  # past the time limit
         # A quarter of the actions lie outside the bounds.
         action = rng.uniform(1.3 * space.low, 1.3 * space.high, (num_envs, *space.shape))
         action = action.astype(np.float32)
         obs, reward, terminated, truncated, info = env.step(torch.from_numpy(action))
-        for index, gym_env in enumerate(gym_envs):
-            # gymnasium.make's TimeLimit counts along: every twin() follows a reset
-            true = gym_env.step(action[index])
-            what = f"{name} env {index} step {t}"
-            np.testing.assert_allclose(
-                info["final_obs"][index].numpy(), true[0], rtol=1e-6, atol=1e-6, err_msg=what
-            )
-            np.testing.assert_allclose(reward[index].item(), true[1], rtol=1e-5, atol=1e-5)
-            assert terminated[index].item() == true[2], what
-            assert truncated[index].item() == true[3], what
-            if true[2] or true[3]:
-                restarts += 1
-                gym_env.reset()
-                twin(gym_env, env, index)
-                fresh = gym_env.unwrapped._get_obs()
-                np.testing.assert_allclose(obs[index].numpy(), fresh, rtol=1e-6, atol=1e-6)
+        # gymnasium.make's TimeLimit counts along: every twin() follows a reset
+        given = [gym_env.step(one) for gym_env, one in zip(gym_envs, action, strict=True)]
+        true_obs, true_reward, *true_ends, _ = zip(*given, strict=True)
+        what, error = f"{name} step {t}", {"rtol": 1e-6, "atol": 1e-6}
+        np.testing.assert_allclose(info["final_obs"].numpy(), true_obs, **error, err_msg=what)
+        np.testing.assert_allclose(reward.numpy(), true_reward, rtol=1e-5, atol=1e-5)
+        assert [tuple(terminated.tolist()), tuple(truncated.tolist())] == true_ends, what
+        for index in (terminated | truncated).nonzero().flatten().tolist():
+            restarts += 1
+            gym_envs[index].reset()
+            twin(gym_envs[index], env, index)
+            fresh = gym_envs[index].unwrapped._get_obs()
+            np.testing.assert_allclose(obs[index].numpy(), fresh, **error)
     assert restarts >= num_envs
 
 
