@@ -18,6 +18,7 @@ import multiprocessing
 import os
 import random
 import resource
+import runpy
 import shutil
 import signal
 import subprocess
@@ -1308,7 +1309,24 @@ def test_a_run_that_is_made_longer_says_that_its_schedules_jump(tmp_path, monkey
 # Bad input.
 
 
-def test_bad_input_is_one_sentence(stopped, tmp_path):
+def ended_here(arguments: str, folder: Path, monkeypatch, capsys) -> tuple[int, str]:
+    """`python algos/ppo.py arguments` in this process -> its exit status and its errors."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "argv", ["ppo.py", *arguments.split()])
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    capsys.readouterr()
+    try:
+        runpy.run_path(str(ROOT / "algos" / "ppo.py"), run_name="__main__")
+        code = 0
+    except SystemExit as end:
+        code = end.code
+    except BaseException:
+        code = 1
+        sys.excepthook(*sys.exc_info())
+    return code, capsys.readouterr().err
+
+
+def test_bad_input_is_one_sentence(stopped, tmp_path, monkeypatch, capsys):
     saved = (stopped.dir / "args.json").read_text()
     for name, content in {
         "torn": saved[:100],
@@ -1377,14 +1395,18 @@ def test_bad_input_is_one_sentence(stopped, tmp_path):
     before = {path.name: hashes(path) for path in tmp_path.iterdir() if path.is_dir()}
     good_before = hashes(stopped.dir)
 
-    script = [sys.executable, str(ROOT / "algos" / "ppo.py")]
+    as_processes = "--total-steps -5", "--nonsense 1", f"--resume {tmp_path}/misfit"
     for arguments, *words in cases:
-        given = start_command([*script, *arguments.split()], tmp_path / "case", cwd=empty)
-        ended = finish(given, None)
-        assert ended.code in (1, 2), (arguments, ended)
-        assert all(word in ended.err for word in words), (arguments, words, ended)
-        if ended.code == 1:  # ours; 2 is the box that tyro draws
-            assert ended.err.count("\n") == 1, (arguments, ended)
+        ends = [ended_here(arguments, empty, monkeypatch, capsys)]
+        if arguments in as_processes:
+            script = [sys.executable, str(ROOT / "algos" / "ppo.py"), *arguments.split()]
+            ended = finish(start_command(script, tmp_path / "case", cwd=empty), None)
+            ends.append((ended.code, ended.err))
+        for code, err in ends:
+            assert code in (1, 2) and code == ends[0][0], (arguments, err)
+            assert all(word in err for word in words), (arguments, words, err)
+            if code == 1:  # ours; 2 is the box that tyro draws
+                assert err.count("\n") == 1, (arguments, err)
     assert not list(empty.iterdir())
     assert hashes(stopped.dir) == good_before
     assert {name: hashes(tmp_path / name) for name in before} == before
