@@ -509,8 +509,8 @@ def test_sac_explores_by_its_policy():
 # Whole runs: in this process where a test may end one from inside, else as a command.
 
 TINY = {
-    **{"env": "Pendulum", "num_envs": 2, "total_steps": 600, "hidden_size": 8, "batch_size": 16},
-    **{"warmup_steps": 50, "buffer_size": 400, "eval_every": 0, "eval_episodes": 1},
+    **{"env": "Pendulum", "num_envs": 2, "total_steps": 300, "hidden_size": 8, "batch_size": 16},
+    **{"warmup_steps": 50, "buffer_size": 200, "eval_every": 0, "eval_episodes": 1},
     **{"checkpoint_every": 50, "log_every": 100, "device": "cpu", "learning_rate": 1e-3},
 }
 
@@ -604,7 +604,7 @@ def test_a_run_that_would_only_warm_up(tmp_path):
 def test_resumed_is_bit_identical(script, options, tmp_path):
     updates = run_of(script, tmp_path / "reference", **options)
     ratio = options.get("utd_ratio", 1.0)
-    collected = options.get("total_steps", 600) - 50
+    collected = options.get("total_steps", 300) - 50
     assert abs(updates - ratio * collected) <= 3 * ratio + 1  # they follow what is collected
     moment = random.randrange(2, updates)
     print("killed at update", moment)
@@ -659,14 +659,14 @@ def test_sigkill(tmp_path):
     """The same with a real process, evaluator included, that is really killed."""
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in TINY.items()]
     path, run_dir = Path(sac.__file__), tmp_path / "killed"
-    command = [sys.executable, path, *flags, "--total-steps=1500", f"--run-dir={run_dir}"]
+    command = [sys.executable, path, *flags, "--total-steps=500", f"--run-dir={run_dir}"]
     run = start_command(command, run_dir, pause(2))
     wait_for_pause(run)
     kill(run)
     finish(run, -9)
     done = finish(start_command([sys.executable, path, "--resume", run_dir], run_dir))
     assert "Not exact" not in done.text and "Resumed at step" in done.out
-    run_of(sac, tmp_path / "reference", total_steps=1500)
+    run_of(sac, tmp_path / "reference", total_steps=500)
     ours, theirs = (
         torch.load(tmp_path / name / "checkpoint.pt", weights_only=True)
         for name in ("killed", "reference")
@@ -719,7 +719,7 @@ def test_best_is_what_was_scored_best_also_before_a_resume(tmp_path, monkeypatch
 
 
 def test_without_the_replay_buffer_a_resumed_run_fills_it_anew(tmp_path, capsys):
-    run_of(sac, tmp_path, kill_after=300, save_replay=False)
+    run_of(sac, tmp_path, kill_after=200, save_replay=False)
     content = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
     assert content["replay"] == {}
     capsys.readouterr()
@@ -732,7 +732,7 @@ def test_without_the_replay_buffer_a_resumed_run_fills_it_anew(tmp_path, capsys)
         )
         if tag == "charts/replay_size"
     ]
-    assert sizes[-1][0] == 600 and sizes[-1][1] < 400  # it held 400 before
+    assert sizes[-1][0] == 300 and sizes[-1][1] < 200  # it held 200 before
 
 
 @pytest.mark.parametrize("script", [a2c, ppo_hterm, redq, mod_sac, crossq])
@@ -770,7 +770,7 @@ def test_where_environments_start_anew_the_buffer_knows(where, tmp_path, monkeyp
     with monkeypatch.context() as patch:
         if where == "on a GPU before":  # from there no environment is saved
             patch.setattr(Workers, "state_dict", lambda self: {})
-        run_of(sac, tmp_path, kill_after=300, num_workers=int(where == "in a worker"))
+        run_of(sac, tmp_path, kill_after=150, num_workers=int(where == "in a worker"))
     ended = []
     monkeypatch.setattr(ReplayBuffer, "end_episodes", lambda self: ended.append(len(self)))
     resume_of(sac, tmp_path)
