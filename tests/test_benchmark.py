@@ -22,11 +22,20 @@ BENCHMARK = Path(__file__).parent.parent / "benchmark"
 
 
 def run(*arguments) -> str:
-    done = subprocess.run(
-        [sys.executable, *map(str, arguments)], capture_output=True, text=True, timeout=240
-    )
+    command = [sys.executable, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+@pytest.fixture
+def no_compiler(tmp_path_factory, monkeypatch) -> None:
+    """Long runs that are stopped at once would be compiled, which takes half a minute."""
+    folder = tmp_path_factory.mktemp("bin")
+    if git := shutil.which("git"):
+        (folder / "git").symlink_to(git)
+    monkeypatch.setenv("PATH", str(folder))
+    monkeypatch.delenv("CXX", raising=False)
 
 
 def test_returns_are_kept_once(tmp_path):
@@ -205,7 +214,7 @@ def test_a_race_ends_at_the_target_the_limit_or_the_end(time_to_ant, tmp_path):
     ("contender", "env", "steps"),
     [("ppo", "CartPole", "4096"), ("stable_baselines3", "InvertedPendulum", "2048")],
 )
-def test_a_row_is_of_a_real_run(time_to_ant, tmp_path, contender, env, steps):
+def test_a_row_is_of_a_real_run(time_to_ant, tmp_path, contender, env, steps, no_compiler):
     if contender in time_to_ant.PEERS:
         pytest.importorskip(contender)
     command = [BENCHMARK / "time_to_ant.py", "--contenders", contender, "--results", tmp_path]
@@ -315,7 +324,7 @@ def test_the_first_section_is_what_somebody_types(throughput, monkeypatch):
         throughput.slope([(1, 1)], 0)
 
 
-def test_a_training_is_stopped_when_it_has_been_measured(throughput, tmp_path):
+def test_a_training_is_stopped_when_it_has_been_measured(throughput, tmp_path, no_compiler):
     command = [BENCHMARK.parent / "algos" / "ppo.py", "--env", "CartPole", "--num-envs", 4]
     command += ["--run-dir", tmp_path / "run", "--eval-every", 0, "--num-steps", 16]
     throughput.train(command, tmp_path / "run", 256, str(tmp_path))
@@ -620,7 +629,7 @@ def test_gpu_reads_a_run(gpu, tmp_path):
     assert gpu.progress(tmp_path / "nothing") == ([], {"training": [], "evaluation": []})
 
 
-def test_gpu_is_tried_out_on_a_cpu(tmp_path):
+def test_gpu_is_tried_out_on_a_cpu(tmp_path, no_compiler):
     command = [BENCHMARK / "gpu.py", "--device", "cpu", "--envs", 8, "--seconds", 1]
     command += ["--results", tmp_path, "--sections", "envs", "ppo", "--robots", "Hopper"]
     assert "| Hopper, ppo.py: training steps/s |" in run(*command)
