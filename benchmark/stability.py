@@ -174,7 +174,7 @@ def script_of(arm: str) -> tuple[str, str, list[str]]:
         script, *flags = shlex.split(words)
     except ValueError as error:  # quotes that do not end, or nothing
         raise SystemExit(f"--arms has {arm!r}, which cannot be read: {error}") from None
-    folder = "benchmark" if script == "hterm_control" else "algos"
+    folder = "benchmark" if script in ("hterm_control", "hterm_forms") else "algos"
     if not (ROOT / folder / f"{script}.py").exists():
         raise SystemExit(f"--arms has {name}, but there is no {folder}/{script}.py")
     return name, f"{folder}/{script}.py", flags
