@@ -8,7 +8,7 @@ return is an energy; what is remembered becomes more probable. With R from `gae`
     L_H(θ) = − E[ w/w̄ σ̄² log π_θ(a|s) ] + 0.05 E[ (R − V_θ(s))² ],   w = min(exp Â, 3)
     L(θ)   = L_PPO + λ_H L_H       Â = R − V_θ(s), with mean 0 and variance 1 in the minibatch
 
-    python algos/ppo_hterm.py --env Ant
+    python algos/ppo_hterm.py --env Hopper     does it help? by task: benchmark/README.md
 
 L_H is advantage-weighted regression (AWR; Peng 2019, arXiv:1910.00177), akin to self-imitation (Oh
 2018, arXiv:1806.05635). What differs from ppo.py: `recall`, `hamiltonian_term` and their use;

@@ -267,7 +267,6 @@ def figure(results: Path) -> None:
     no_settings = NO_SETTINGS | {"--bf16"}
     try:
         from matplotlib import pyplot
-        from PIL import Image  # which matplotlib needs
     except ImportError:
         raise SystemExit("No figure without matplotlib: pip install matplotlib") from None
     panels: dict[str, dict[str, list[tuple]]] = {}  # env -> script -> (who, its points) a run
@@ -310,9 +309,15 @@ def figure(results: Path) -> None:
         axis.set_title(env.rpartition(":")[2])
         axis.set_xlabel("environment steps")
         axis.legend(fontsize=7, ncols=1 + len(scripts) // 7)
-    path = results / "returns.png"
-    pyplot.savefig(path, dpi=90)
-    with Image.open(path) as image:  # with 64 colours a third as large: each version stays in git
+    pyplot.savefig(results / "returns.png", dpi=90)
+    fewer_colours(results / "returns.png")
+
+
+def fewer_colours(path: Path) -> None:
+    """A figure with 64 colours, a third as large: each version stays in git."""
+    from PIL import Image  # which matplotlib needs
+
+    with Image.open(path) as image:
         image.convert("RGB").quantize(64).save(path, optimize=True)
 
 

@@ -42,7 +42,7 @@ from typing import BinaryIO
 import numpy as np
 import torch
 import tyro
-from returns import RESULTS, ROOT, append, begun_at, commit, evaluations, finish
+from returns import RESULTS, ROOT, append, begun_at, commit, evaluations, fewer_colours, finish
 from scipy import integrate, stats
 
 from algos.worker_learner.arguments import say_in_one_sentence
@@ -554,7 +554,9 @@ def draw(options: Options, runs: list[dict], table: list[dict]) -> None:
             if panel is not panels[0, 0]:
                 panel.invert_yaxis()  # arms from above
         figure.suptitle(f"{env}, {int(steps):,} steps")
-        figure.savefig(options.results / f"{env}__{steps}.png".replace("/", "-"), dpi=110)
+        path = options.results / f"{env}__{steps}.png".replace("/", "-")
+        figure.savefig(path, dpi=110)
+        fewer_colours(path)
         pyplot.close(figure)
 
 

@@ -493,7 +493,7 @@ def test_two_processes_append(stability, tmp_path):
     assert all(len(rows) == 1 for rows in runs.values())
 
 
-@pytest.mark.parametrize("folder", [".", "falling", "annealed", "adaptive"])
+@pytest.mark.parametrize("folder", [".", "decided", "falling", "annealed", "adaptive"])
 def test_the_published_tables_are_of_the_runs(stability, folder):
     study = BENCHMARK / "results" / "hterm" / folder
     runs = [stability.summary(rows) for rows in stability.read_runs(study / "runs.csv.gz").values()]
