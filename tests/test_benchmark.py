@@ -10,6 +10,7 @@ import multiprocessing
 import re
 import shlex
 import shutil
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -503,6 +504,23 @@ def test_the_published_tables_are_of_the_runs(stability, folder):
         table = [tuple(row.values())[:4] for row in csv.DictReader(file)]
     groups = stability.group(runs).items()
     assert table == [(*of, arm, str(len(arms[arm]))) for of, arms in groups for arm in arms]
+
+
+def test_the_verdict_of_the_study_is_stouffers_of_its_tasks():
+    """Each task's p as a normal deviate with the sign of its log ratio, their sum over √6."""
+    study, normal = BENCHMARK / "results" / "hterm" / "decided", statistics.NormalDist()
+    with open(study / "table.csv", newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["arm"] == "hterm"]
+    ratios = [math.log(float(row["variance_ratio"])) for row in rows]
+    tails = [normal.inv_cdf(float(row["variance_p"]) / 2) for row in rows]  # below 0
+    sum_of_deviates = sum(math.copysign(z, x) for z, x in zip(tails, ratios, strict=True))
+    with open(study / "across.csv", newline="") as file:
+        verdict = next(row for row in csv.DictReader(file) if row["arm"] == "hterm")
+    assert len(rows) == len(verdict["envs"].split()) == 6
+    p = 2 * normal.cdf(-abs(sum_of_deviates) / 6**0.5)
+    assert float(verdict["variance_p"]) == pytest.approx(p, abs=0.02)
+    mean = math.exp(sum(ratios) / 6)
+    assert float(verdict["variance_ratio"]) == pytest.approx(mean, rel=1e-2)
 
 
 def test_the_noise_is_read_from_the_entropy(stability, tmp_path):
