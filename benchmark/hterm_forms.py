@@ -1,4 +1,4 @@
-"""Two other forms of ppo_hterm.py, made for seeds that fail: a good run is to learn as without.
+"""Two other forms of ppo_hterm.py: for runs that fall back, and with a memory of good rollouts.
 
     python benchmark/hterm_forms.py --env Hopper --form setback
     python benchmark/stability.py --env Hopper --arms "setback=hterm_forms --form setback"
@@ -46,8 +46,9 @@ def update(agent: Agent, optimizer, rollout, memory, learn, args) -> dict[str, T
     worse, ended = False, rollout["done"]
     if ended.any():
         mean_return = rollout["episode_return"][ended].mean()
-        worse = bool(mean_return < agent.smoothed)  # not in the first rollout
-        agent.smoothed.copy_(mean_return if agent.smoothed.isnan() else agent.smoothed)
+        if agent.smoothed.isnan():  # the first
+            agent.smoothed.copy_(mean_return)
+        worse = bool(mean_return < agent.smoothed)
         agent.smoothed.lerp_(mean_return, 0.1)
         agent.highest.copy_(torch.maximum(agent.highest, agent.smoothed))
     if args.form == "setback" and not agent.smoothed < agent.highest:

@@ -241,18 +241,16 @@ def test_an_update_is_one_step_along_the_sum_of_both_losses():
 @pytest.mark.parametrize("form", ["setback", "better"])
 def test_the_other_forms_act_on_what_is_worse_or_keep_what_is_better(form):
     """Mean returns 10, 20, 5, 30: Ḡ is 10, 11, 10.4 (a setback), 12.36."""
-    agent, args = make_agent(epochs=1, minibatch_size=20)
-    args = hterm_forms.Args(**{**vars(args), "form": form})
-    agent.register_buffer("smoothed", torch.tensor(float("nan")))
-    agent.register_buffer("highest", torch.tensor(float("-inf")))
+    _, args = make_agent(epochs=1, minibatch_size=20)
+    args = hterm_forms.Args(**vars(args), form=form)
+    agent = hterm_forms.Agent(OBS, BOX, args)
     rollout = random_rollout(args)
     memory, optimizer = make_memory(rollout, args), torch.optim.SGD(agent.parameters(), 0.0)
     weights, sizes = [], []
     for mean_return in (10.0, 20.0, 5.0, 30.0):
         rollout["episode_return"] = torch.full_like(rollout["reward"], mean_return)
         agent.hterm_coef.fill_(0.5)
-        learn = ppo_hterm.gradient_step
-        hterm_forms.update(agent, optimizer, rollout, memory, learn, args)
+        hterm_forms.update(agent, optimizer, rollout, memory, ppo_hterm.gradient_step, args)
         weights.append(agent.hterm_coef.item())
         sizes.append(len(memory) // 20)
     assert weights == ([0, 0, 0.5, 0] if form == "setback" else [0.5] * 4)
