@@ -9,7 +9,7 @@ synchronous form. With the advantage Â_t and the return R_t = Â_t + V(s_t), bo
     python algos/a2c.py --env CartPole       discrete actions
     python algos/a2c.py --env HalfCheetah    continuous actions (Box)
 
-A rollout is used once, then thrown away (ppo.py: several passes). What differs from the paper:
+A rollout is used only once (see ppo.py). What differs from the paper (its values in brackets):
 - all environments step together, and one gradient is computed from all (paper: many threads);
 - `gae` computes Â_t; the paper's n-step return is the case λ = 1;
 - by running statistics, observations are normalised and rewards are divided by the standard
@@ -89,8 +89,8 @@ def mlp(inputs: int, hidden: int, outputs: int, last_gain: float) -> nn.Sequenti
 class Agent(nn.Module):
     """Actor and critic. forward: observation (N, obs_dim) → the environment's action, no noise.
 
-    Continuous: a Gaussian around actor(s), where the action range is [−1, 1]; what leaves the range
-    is clipped on its way to the environment only. Discrete: actor(s) are logits.
+    Continuous: a Gaussian with mean actor(s), in units in which the action range is [−1, 1]; only
+    what the environment gets is clipped to this range. Discrete: actor(s) are logits.
     """
 
     def __init__(self, observation_space, action_space, args: Args):
@@ -139,7 +139,7 @@ def collect(agent: Agent, envs: vec_envs.VecEnv, rollout: dict[str, Tensor]) -> 
         rollout["action"][t] = action
         _, reward, terminated, truncated, info = envs.step(agent.to_env(action))
         rollout["reward"][t] = reward
-        rollout["next_obs"][t] = info["final_obs"]  # the true one, at an episode's end too
+        rollout["next_obs"][t] = info["final_obs"]  # never the first one of a new episode
         rollout["terminated"][t] = terminated
         rollout["done"][t] = terminated | truncated
         rollout["episode_return"][t] = info["episode_return"]
@@ -165,7 +165,7 @@ def prepare(agent: Agent, rollout: dict[str, Tensor], args: Args) -> dict[str, T
     """What the loss needs of each transition, (T·N, ...)."""
     obs = agent.normalizer(rollout["obs"])
     value, next_value = agent.value(obs), agent.value(agent.normalizer(rollout["next_obs"]))
-    reward = agent.reward_scaler(rollout["reward"], rollout["done"])
+    reward = agent.reward_scaler(rollout["reward"], rollout["done"])  # updates its statistics first
     advantage = gae(reward, value, next_value, rollout["terminated"], rollout["done"], args)
     batch = {
         "obs": obs,
@@ -205,7 +205,7 @@ def a2c_loss(agent: Agent, batch: dict[str, Tensor], args: Args) -> tuple[Tensor
 def update(agent: Agent, optimizer, rollout, args: Args) -> dict[str, Tensor]:
     """One gradient step on all of a rollout -> what to log."""
     batch = prepare(agent, rollout, args)
-    # Only one: for a second, with another policy than collected, see ppo.py's ratio.
+    # A second step on this rollout, by a policy that has changed, would need ppo.py's ratio.
     loss, losses = a2c_loss(agent, batch, args)
     optimizer.zero_grad()
     loss.backward()

@@ -9,7 +9,7 @@ Mnih et al. 2015, doi:10.1038/nature14236. With Q̄ the slow target network,
     python algos/dqn.py --env LunarLander-v3      a Gymnasium id
 
 Actions are ε-greedy (`collect`): with probability ε a random one, else argmax_a Q(s, a).
-What differs from the paper:
+What differs from the paper (its values in brackets):
 - observations are vectors, normalised by running statistics, which are saved with the agent;
 - Q̄ moves a little after each update (`soft_update`), not all the way after every 10,000th;
 - Adam instead of RMSProp, its learning rate annealed to zero; the gradient's norm is clipped;
@@ -17,8 +17,8 @@ What differs from the paper:
   falls during a fifth of the run (the first million frames); two layers of 128 units;
 - eight environments collect; rewards are not clipped (paper: ±1), ε ends at 0.05 (0.1), evaluation
   is greedy (ε = 0.05); a truncated episode bootstraps from its true last observation;
-- with --n-step (CartPole: 10), r sums n discounted rewards and γⁿ replaces γ (fewer at an episode's
-  end); the random actions among the n are not corrected for;
+- with --n-step (CartPole: 10), r sums n discounted rewards (fewer if the episode ends) and γⁿ
+  replaces γ; there is no correction for the random actions among the n;
 - with --prioritized, transitions are drawn by their TD errors; w in the loss corrects for this.
 """
 
@@ -117,7 +117,7 @@ def collect(agent: Agent, envs: vec_envs.VecEnv, rollout: dict[str, Tensor]) -> 
         rollout["action"][t] = action
         _, reward, terminated, truncated, info = envs.step(action)
         rollout["reward"][t] = reward
-        rollout["next_obs"][t] = info["final_obs"]  # the true one, at an episode's end too
+        rollout["next_obs"][t] = info["final_obs"]  # never the first one of a new episode
         rollout["terminated"][t] = terminated
         rollout["done"][t] = terminated | truncated
         rollout["episode_return"][t] = info["episode_return"]
@@ -163,7 +163,7 @@ def update(agent: Agent, target: nn.Module, optimizer, batch: dict, args: Args):
 def train(args: Args) -> Result:
     run = Run(args, __file__)
     args = run.args
-    workers = Workers(run, collect, "discrete", ahead=True)  # --num-workers collect during updates
+    workers = Workers(run, collect, "discrete", ahead=True)  # ahead: workers collect during updates
     agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
     target = copy.deepcopy(agent.q_network).requires_grad_(False)
     optimizer = torch.optim.Adam(agent.q_network.parameters(), args.learning_rate, fused=True)

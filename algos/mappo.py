@@ -1,7 +1,7 @@
 """Multi-agent PPO (MAPPO): ppo.py with one policy for all agents and a critic that sees the state.
 
 Yu, Velu, Vinitsky, Gao, Wang, Bayen, Wu 2022, arXiv:2103.01955. Agents i = 1 … A share networks,
-whose input has a one-hot i, but not σ; a policy sees what its agent sees, the critic everything:
+which get i as a one-hot vector; each has its own σ. A policy sees o^i, the critic sees the state s:
 
     π_θ(a^i | o^i, i)      V_θ(s, i)
     L(θ) = − E_i[ min( ρ^i Â^i , clip(ρ^i, 1−ε, 1+ε) Â^i ) ]
@@ -18,7 +18,7 @@ What differs from the paper: no recurrent networks, no LayerNorm (observations a
 normalised by running statistics); a truncated episode bootstraps from its true last state; no Huber
 loss, value clip or PopArt (returns are normalised, the critic's last layer is not rescaled); no
 death masking (dead agents have a value: they get credit for what their team earns later); learning
-rate and c_H are annealed, c_H from 0.03 (0.01; lower, a speaker may settle on one word for two
+rate and c_H are annealed, c_H from 0.03 (0.01; with less, a speaker may use one word for two
 goals); γ is 0.9 (0.99), the rate 1e-3 (7e-4), a gradient's norm at most 0.5 (10).
 """
 
@@ -88,8 +88,8 @@ def mlp(inputs: int, hidden: int, outputs: int, last_gain: float) -> nn.Sequenti
 class Agent(nn.Module):
     """Actor and critic. forward: observations (N, A, obs_dim) → the env's actions, no noise.
 
-    Continuous: a Gaussian around actor(o, i), where the action range is [−1, 1]; what leaves the
-    range is clipped on its way to the environment only. Discrete: actor(o, i) are logits.
+    Continuous: a Gaussian with mean actor(o, i), in units in which the action range is [−1, 1];
+    only what the environment gets is clipped to this range. Discrete: actor(o, i) are logits.
     """
 
     def __init__(self, envs: vec_envs.VecEnv, args: Args):
@@ -100,7 +100,7 @@ class Agent(nn.Module):
         outputs = int(action_space.n) if self.discrete else action_space.shape[0]
         self.centralized_value = args.centralized_value
         self.available_in_obs = envs.available_in_obs
-        self.normalizer = Normalizer(agents * obs_dim, several=True)  # each agent its own
+        self.normalizer = Normalizer(agents * obs_dim, several=True)  # counts per agent: some leave
         self.state_normalizer = Normalizer(envs.state_dim)
         self.return_statistics = Normalizer(1)
         self.actor = mlp(obs_dim + agents, args.hidden_size, outputs, last_gain=0.01)
@@ -130,10 +130,10 @@ class Agent(nn.Module):
         return torch.cat((x, self.agent_id.expand(*x.shape[:-1], -1)), -1)
 
     def available(self, obs: Tensor) -> Tensor:
-        """The actions, or entries of an action, that there are now (..., A, outputs) bool."""
+        """Available actions, or entries of them (..., A, outputs) bool; some envs' obs end so."""
         mask = self.action_mask.expand(*obs.shape[:-1], -1)
         allowed = obs[..., -mask.shape[-1] :] > 0 if self.available_in_obs else mask
-        return mask & (allowed | ~allowed.any(-1, keepdim=True))  # all if it has left (ignored)
+        return mask & (allowed | ~allowed.any(-1, keepdim=True))  # all, if it left: action ignored
 
     def policy(self, obs: Tensor) -> Distribution:
         """π(·|o, i) for observations (..., A, obs_dim)."""
@@ -167,7 +167,7 @@ def collect(agent: Agent, envs: vec_envs.VecEnv, rollout: dict[str, Tensor]) -> 
         rollout["action"][t] = action
         _, reward, terminated, truncated, info = envs.step(agent.to_env(action))
         rollout["reward"][t] = reward
-        rollout["next_obs"][t] = info["final_obs"]  # the true one, at an episode's end too
+        rollout["next_obs"][t] = info["final_obs"]  # never the first one of a new episode
         rollout["next_state"][t] = info["final_state"]
         rollout["terminated"][t] = terminated
         rollout["done"][t] = terminated | truncated
@@ -194,20 +194,20 @@ def prepare(agent: Agent, rollout: dict[str, Tensor], args: Args) -> dict[str, T
     """What the epochs need of each step, (T·N, A, ...), computed once by the old policy."""
     value = agent.value(rollout["obs"], rollout["state"])
     next_value = agent.value(rollout["next_obs"], rollout["next_state"])
-    reward = rollout["reward"].sum(-1, keepdim=True)  # (T, N, 1): what all earn is each agent's
+    reward = rollout["reward"].sum(-1, keepdim=True)  # (T, N, 1): each agent gets the whole sum
     # An episode ends for all its agents.
     terminated, done = rollout["terminated"].unsqueeze(-1), rollout["done"].unsqueeze(-1)
     advantage = gae(reward, value, next_value, terminated, done, args)
     returns = advantage + value
     agent.return_statistics.update(returns.unsqueeze(-1))
     log_prob = agent.policy(rollout["obs"]).log_prob(rollout["action"])
-    batch = {name: rollout[name] for name in ("obs", "state", "action", "alive")}  # obs: as is
+    batch = {name: rollout[name] for name in ("obs", "state", "action", "alive")}  # raw obs
     batch |= {"log_prob": log_prob, "advantage": advantage, "returns": returns}
     return {name: tensor.flatten(0, 1) for name, tensor in batch.items()}
 
 
 def masked_mean(x: Tensor, alive: Tensor) -> Tensor:
-    """Mean of x (B, A) over living agents; its average over learners is that of all of them."""
+    """Mean of x (B, A) over living agents; its mean over learners is that of the whole batch."""
     return (x * alive).sum() / mean_over_learners(alive.sum()).clamp(min=1)
 
 
@@ -229,7 +229,7 @@ def mappo_loss(agent: Agent, batch: dict[str, Tensor], args: Args) -> tuple[Tens
     log_ratio = policy.log_prob(batch["action"]) - batch["log_prob"]
     advantage = batch["advantage"] - mean_over_learners(masked_mean(batch["advantage"], alive))
     std = mean_over_learners(masked_mean(advantage.square(), alive)).sqrt()
-    variance = agent.return_statistics.var.squeeze() + 1e-8  # so that returns are normalised
+    variance = agent.return_statistics.var.squeeze() + 1e-8  # loss / variance: of normalised V, R
     losses = {
         "policy": policy_loss(log_ratio, advantage / (std + 1e-8), alive, args.clip),
         "value": value_loss(agent.value(batch["obs"], batch["state"]), batch["returns"]) / variance,
@@ -261,7 +261,7 @@ def update(agent: Agent, optimizer, rollout, learn, args: Args) -> dict[str, Ten
     logged = []
     for _ in range(args.epochs):  # no minibatches: an epoch is one step along the whole gradient
         losses = learn(agent, optimizer, batch, args)  # `gradient_step`, perhaps compiled
-        logged.append(torch.stack([*losses.values()]).detach())  # a copy: graphs overwrite them
+        logged.append(torch.stack([*losses.values()]).detach())  # copy: CUDA graphs reuse them
     agent.normalizer.update(rollout["obs"].flatten(-2), rollout["alive"])  # last: all saw the same
     agent.state_normalizer.update(rollout["state"])
     unexplained = batch["advantage"].var(correction=0)  # R − V_old = Â

@@ -132,7 +132,7 @@ class Agent(nn.Module):
         """The actions, or entries of an action, that an agent has now (B, A, outputs) bool."""
         mask = self.action_mask.expand(*obs.shape[:-1], -1)
         allowed = obs[..., -mask.shape[-1] :] > 0 if self.available_in_obs else mask
-        return mask & (allowed | ~allowed.any(-1, keepdim=True))  # all if it has left (ignored)
+        return mask & (allowed | ~allowed.any(-1, keepdim=True))  # all, if it left: action ignored
 
     def outputs(self, obs: Tensor) -> Tensor:
         """Logits, or actions before tanh, (B, A, outputs)."""
@@ -168,7 +168,7 @@ def collect(agent: Agent, envs: vec_envs.VecEnv, rollout: dict[str, Tensor]) -> 
         rollout["alive"][t] = envs.alive
         _, reward, terminated, truncated, info = envs.step(agent.to_env(action))
         rollout["reward"][t] = reward
-        rollout["next_obs"][t] = info["final_obs"]  # the true one, at an episode's end too
+        rollout["next_obs"][t] = info["final_obs"]  # never the first one of a new episode
         rollout["next_alive"][t] = info["final_alive"]
         rollout["terminated"][t] = terminated
         rollout["done"][t] = terminated | truncated
@@ -226,7 +226,7 @@ def soft_update(target: nn.Module, network: nn.Module, tau: float) -> None:
 
 
 def update(agent: Agent, target: Agent, optimizers, batch, due, args: Args) -> dict:
-    """One step of critics, if due of actors and target networks -> what to log."""
+    """One step of critics and, if `due`, of actors and target networks -> what to log."""
     critic_optimizer, actor_optimizer = optimizers
     q_loss = critic_loss(agent, target, batch, args)
     critic_optimizer.zero_grad()

@@ -10,16 +10,16 @@ Schulman, Wolski, Dhariwal, Radford, Klimov 2017, arXiv:1707.06347. With the pro
     python algos/ppo.py --env CartPole       discrete actions
 
 What differs from a2c.py: `policy_loss` has the clipped ratio; `update` makes several epochs of
-minibatch steps by Adam; `adapt_learning_rate`: with --target-kl the rate follows the KL divergence
-(as in the paper's Roboschool runs), else it is annealed (as in its Atari runs). Not in the paper:
+minibatch steps by Adam; `adapt_learning_rate` keeps the KL divergence near --target-kl, if given
+(as in the paper's Roboschool runs); else the rate is annealed (Atari runs). Not in the paper:
 - by running statistics, observations are normalised and rewards are divided by the standard
   deviation of the return; both are clipped to ±10; the statistics are saved with the agent, frozen
   in evaluation and fixed within an iteration, so that π_old and π_θ see the same numbers;
 - advantages are normalised in each minibatch, gradients are clipped to a norm;
 - a truncated episode bootstraps from the value of its true last observation (`gae`);
-- orthogonal initial weights, the actor's last layer near zero; Adam's ε is 1e-5 (1e-8).
-The paper's MuJoCo runs: 2048 steps of 1 environment (here 64 of 64), minibatches of 64 (here 512),
-learning rate 3e-4 (here 5e-4).
+- orthogonal initial weights, the actor's last layer near zero; Adam's ε is 1e-5 (default 1e-8).
+The paper's MuJoCo runs: 1 environment for 2048 steps (here 64 for 64 steps), minibatches of 64
+(here 512), learning rate 3e-4 (here 5e-4).
 """
 
 from dataclasses import dataclass
@@ -53,7 +53,7 @@ class Args(RunArgs):
     learning_rate: float = 5e-4
     """Adam's learning rate for actor and critic; annealed linearly to zero if --target-kl is 0"""
     target_kl: float = 0.0
-    """KL divergence of an epoch to which the learning rate adapts; no early stop (0: annealed)"""
+    """the learning rate adapts to keep KL(π_old‖π) near this; no early stopping (0: annealed)"""
     epochs: int = 10
     """passes over each rollout"""
     minibatch_size: int = 512
@@ -110,8 +110,8 @@ def mlp(inputs: int, hidden: int, outputs: int, last_gain: float) -> nn.Sequenti
 class Agent(nn.Module):
     """Actor and critic. forward: observation (N, obs_dim) → the environment's action, no noise.
 
-    Continuous: a Gaussian around actor(s), where the action range is [−1, 1]; what leaves the range
-    is clipped on its way to the environment only. Discrete: actor(s) are logits.
+    Continuous: a Gaussian with mean actor(s), in units in which the action range is [−1, 1]; only
+    what the environment gets is clipped to this range. Discrete: actor(s) are logits.
     """
 
     def __init__(self, observation_space, action_space, args: Args):
@@ -160,7 +160,7 @@ def collect(agent: Agent, envs: vec_envs.VecEnv, rollout: dict[str, Tensor]) -> 
         rollout["action"][t] = action
         _, reward, terminated, truncated, info = envs.step(agent.to_env(action))
         rollout["reward"][t] = reward
-        rollout["next_obs"][t] = info["final_obs"]  # the true one, at an episode's end too
+        rollout["next_obs"][t] = info["final_obs"]  # never the first one of a new episode
         rollout["terminated"][t] = terminated
         rollout["done"][t] = terminated | truncated
         rollout["episode_return"][t] = info["episode_return"]
@@ -186,7 +186,7 @@ def prepare(agent: Agent, rollout: dict[str, Tensor], args: Args) -> dict[str, T
     """What the epochs need of each transition, (T·N, ...), computed once by the old policy."""
     obs = agent.normalizer(rollout["obs"])
     value, next_value = agent.value(obs), agent.value(agent.normalizer(rollout["next_obs"]))
-    reward = agent.reward_scaler(rollout["reward"], rollout["done"])
+    reward = agent.reward_scaler(rollout["reward"], rollout["done"])  # updates its statistics first
     advantage = gae(reward, value, next_value, rollout["terminated"], rollout["done"], args)
     batch = {
         "obs": obs,
@@ -252,8 +252,8 @@ def update(agent: Agent, optimizer, rollout, learn, args: Args) -> dict[str, Ten
                 continue
             minibatch = {name: x[index] for name, x in batch.items()}
             losses = learn(agent, optimizer, minibatch, args)  # `gradient_step`, perhaps compiled
-            logged.append(torch.stack([*losses.values()]).detach())  # a copy: graphs overwrite them
-        if args.target_kl > 0:
+            logged.append(torch.stack([*losses.values()]).detach())  # copy: CUDA graphs reuse them
+        if args.target_kl > 0:  # by the KL divergence at the epoch's last minibatch
             adapt_learning_rate(optimizer, mean_over_learners(losses["approx_kl"]), args)
     agent.normalizer.update(rollout["obs"])  # last, so that all of the above saw one normaliser
     unexplained = batch["advantage"].var(correction=0)  # R − V_old = Â
@@ -263,7 +263,7 @@ def update(agent: Agent, optimizer, rollout, learn, args: Args) -> dict[str, Ten
 
 
 def adapt_learning_rate(optimizer, kl: Tensor, args: Args) -> None:
-    """After an epoch: a third less where the policy moved too far, half more where too little."""
+    """After an epoch: divide the rate by 1.5 if the KL is too large, multiply if too small."""
     group = optimizer.param_groups[0]
     if kl > 2 * args.target_kl:
         group["lr"] = max(group["lr"] / 1.5, 1e-6)

@@ -1,12 +1,12 @@
 """PPO with the Hamiltonian term (H-term): ppo.py plus advantage-weighted regression on its past.
 
 Liu & Fang 2020, "Quantum Tensor Networks for Variational RL", and Liu, Li, Wu, Wang 2023,
-"Stationary Deep RL with Quantum K-spin Hamiltonian Regularization": minus the expected K-step
-return is an energy; what is remembered becomes more probable. With R from `gae`:
+"Stationary Deep RL with Quantum K-spin Hamiltonian Regularization": an energy, −E[K-step return],
+is added to the loss. Here, without K, past actions become more probable, by a weight w:
 
-    memory   the last M rollouts; each minibatch is joined by a second one, half as large, from them
-    L_H(θ) = − E[ w/w̄ σ̄² log π_θ(a|s) ] + 0.05 E[ (R − V_θ(s))² ],   w = min(exp Â, 3)
-    L(θ)   = L_PPO + λ_H L_H       Â = R − V_θ(s), with mean 0 and variance 1 in the minibatch
+    memory   the last M rollouts; each gradient step also uses a minibatch of it, half as large
+    L_H(θ) = − E[ (w/w̄) σ̄² log π_θ(a|s) ] + 0.05 E[ (R − V_θ(s))² ],   w = min(exp Â, 3)
+    L(θ)   = L_PPO + λ_H L_H       R from `gae`;  Â: R − V_θ(s), normalised in the minibatch
 
     python algos/ppo_hterm.py --env Hopper     does it help? by task: benchmark/README.md
 
@@ -14,7 +14,7 @@ L_H is advantage-weighted regression (AWR; Peng 2019, arXiv:1910.00177), akin to
 2018, arXiv:1806.05635). What differs from ppo.py: `recall`, `hamiltonian_term` and their use;
 λ_H falls linearly to zero (with λ_H = 0 it is ppo.py, bit for bit); continuous actions only; c_V is
 0.5, c_H 0; no explained variance. What differs from AWR: PPO's loss is added; w ≤ 3 (20), divided
-by its mean; σ̄², π's mean variance, cancels 1/σ² in ∇ log π; of π only μ learns; log π + H ≥ −20.
+by its mean; σ̄² (mean variance) cancels 1/σ² in ∇ log π; L_H trains no σ; log π + H(π) ≥ −20.
 """
 
 from dataclasses import dataclass
@@ -48,7 +48,7 @@ class Args(RunArgs):
     learning_rate: float = 5e-4
     """Adam's learning rate for actor and critic; annealed linearly to zero if --target-kl is 0"""
     target_kl: float = 0.0
-    """KL divergence of an epoch to which the learning rate adapts; no early stop (0: annealed)"""
+    """the learning rate adapts to keep KL(π_old‖π) near this; no early stopping (0: annealed)"""
     epochs: int = 10
     """passes over each rollout"""
     minibatch_size: int = 512
@@ -136,7 +136,7 @@ def collect(agent: Agent, envs: vec_envs.VecEnv, rollout: dict[str, Tensor]) -> 
         rollout["action"][t] = action
         _, reward, terminated, truncated, info = envs.step(agent.to_env(action))
         rollout["reward"][t] = reward
-        rollout["next_obs"][t] = info["final_obs"]  # the true one, at an episode's end too
+        rollout["next_obs"][t] = info["final_obs"]  # never the first one of a new episode
         rollout["terminated"][t] = terminated
         rollout["done"][t] = terminated | truncated
         rollout["episode_return"][t] = info["episode_return"]
@@ -162,7 +162,7 @@ def prepare(agent: Agent, rollout: dict[str, Tensor], args: Args) -> dict[str, T
     """What the epochs need of each transition, (T·N, ...), computed once by the old policy."""
     obs = agent.normalizer(rollout["obs"])
     value, next_value = agent.value(obs), agent.value(agent.normalizer(rollout["next_obs"]))
-    reward = agent.reward_scaler(rollout["reward"], rollout["done"])
+    reward = agent.reward_scaler(rollout["reward"], rollout["done"])  # updates its statistics first
     advantage = gae(reward, value, next_value, rollout["terminated"], rollout["done"], args)
     batch = {
         "obs": obs,
@@ -200,7 +200,7 @@ def ppo_loss(agent: Agent, batch: dict[str, Tensor], args: Args) -> tuple[Tensor
 
 @torch.no_grad()
 def recall(agent: Agent, memory: ReplayBuffer, args: Args) -> dict[str, Tensor]:
-    """W windows of T steps, a quarter of the memory; returns by the present critic, (T·W, ...)."""
+    """W windows of T steps, a quarter of the memory; R by the present critic, (T·W, ...)."""
     windows = memory.windows(max(1, args.hterm_memory * args.num_envs // 4), args.num_steps)
     obs = agent.normalizer(windows["obs"])  # (T, W, obs_dim)
     value, next_value = agent.value(obs), agent.value(agent.normalizer(windows["next_obs"]))
@@ -211,7 +211,7 @@ def recall(agent: Agent, memory: ReplayBuffer, args: Args) -> dict[str, Tensor]:
 
 
 def hamiltonian_term(agent: Agent, past: dict[str, Tensor]) -> Tensor:
-    """− E[ w/w̄ σ̄² max(log π(a|s) + H, −20) ] + 0.05 E[ (R − V(s))² ],  w = min(exp Â, 3)"""
+    """− E[ (w/w̄) σ̄² max(log π(a|s) + H, −20) ] + 0.05 E[ (R − V(s))² ],  w = min(exp Â, 3)"""
     advantage = past["returns"] - agent.value(past["obs"])
     std, mean = std_mean_over_learners(advantage.detach())
     weight = ((advantage.detach() - mean) / (std + 1e-8)).exp().clamp(max=3)
@@ -253,15 +253,15 @@ def update(agent: Agent, optimizer, rollout, memory, learn, args: Args) -> dict[
                 drawn = torch.randint(len(past["obs"]), (half,), device=device)
                 past_minibatch = {name: x[drawn] for name, x in past.items()}
             losses = learn(agent, optimizer, minibatch, past_minibatch, args)  # `gradient_step`
-            logged.append(torch.stack([*losses.values()]).detach())  # a copy: graphs overwrite them
-        if args.target_kl > 0:
+            logged.append(torch.stack([*losses.values()]).detach())  # copy: CUDA graphs reuse them
+        if args.target_kl > 0:  # by the KL divergence at the epoch's last minibatch
             adapt_learning_rate(optimizer, mean_over_learners(losses["approx_kl"]), args)
     agent.normalizer.update(rollout["obs"])  # last, so that all of the above saw one normaliser
     return dict(zip(losses, torch.stack(logged).mean(0), strict=True))
 
 
 def adapt_learning_rate(optimizer, kl: Tensor, args: Args) -> None:
-    """After an epoch: a third less where the policy moved too far, half more where too little."""
+    """After an epoch: divide the rate by 1.5 if the KL is too large, multiply if too small."""
     group = optimizer.param_groups[0]
     if kl > 2 * args.target_kl:
         group["lr"] = max(group["lr"] / 1.5, 1e-6)

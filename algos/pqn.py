@@ -111,7 +111,7 @@ def collect(agent: Agent, envs: vec_envs.VecEnv, rollout: dict[str, Tensor]) -> 
         rollout["action"][t] = action
         _, reward, terminated, truncated, info = envs.step(action)
         rollout["reward"][t] = reward
-        rollout["next_obs"][t] = info["final_obs"]  # the true one, at an episode's end too
+        rollout["next_obs"][t] = info["final_obs"]  # never the first one of a new episode
         rollout["terminated"][t] = terminated
         rollout["done"][t] = terminated | truncated
         rollout["episode_return"][t] = info["episode_return"]
@@ -179,7 +179,7 @@ def update(agent: Agent, optimizer, rollout, learn, args: Args) -> dict[str, Ten
         for index in torch.randperm(size, device=device).split(args.minibatch_size):
             minibatch = {name: x[index] for name, x in batch.items()}
             losses = learn(agent, optimizer, minibatch, args)  # `gradient_step`, perhaps compiled
-            logged.append(torch.stack([*losses.values()]).detach())  # a copy: graphs overwrite them
+            logged.append(torch.stack([*losses.values()]).detach())  # copy: CUDA graphs reuse them
     agent.normalizer.update(rollout["obs"])  # last, so that all of the above saw one normaliser
     return dict(zip(losses, torch.stack(logged).mean(0), strict=True))
 

@@ -123,7 +123,7 @@ class Agent(nn.Module):
         agents, obs_dim = envs.num_agents, envs.single_observation_space.shape[0]
         num_actions = int(envs.single_action_space.n)
         self.available_in_obs = envs.available_in_obs
-        self.normalizer = Normalizer(agents * obs_dim, several=True)  # each agent its own
+        self.normalizer = Normalizer(agents * obs_dim, several=True)  # counts per agent: some leave
         self.reward_scaler = RewardScaler(args.num_envs, args.gamma)
         self.network = mlp(obs_dim + agents, args.hidden_size, num_actions)
         self.state_normalizer = Normalizer(envs.state_dim)
@@ -136,10 +136,10 @@ class Agent(nn.Module):
         return self.values(obs).argmax(-1)
 
     def available(self, obs: Tensor) -> Tensor:
-        """The actions that an agent has now (..., A, num_actions) bool."""
+        """Available actions (..., A, num_actions) bool; in some environments obs ends with them."""
         mask = self.action_mask.expand(*obs.shape[:-1], -1)
         allowed = obs[..., -mask.shape[-1] :] > 0 if self.available_in_obs else mask
-        return mask & (allowed | ~allowed.any(-1, keepdim=True))  # all if it has left (ignored)
+        return mask & (allowed | ~allowed.any(-1, keepdim=True))  # all, if it left: action ignored
 
     def values(self, obs: Tensor) -> Tensor:
         """Q_i of every action (..., A, num_actions), −10⁹ where it is not available."""
@@ -168,7 +168,7 @@ def collect(agent: Agent, envs: vec_envs.VecEnv, rollout: dict[str, Tensor]) -> 
         rollout["state"][t] = envs.state
         _, reward, terminated, truncated, info = envs.step(action)
         rollout["reward"][t] = reward
-        rollout["next_obs"][t] = info["final_obs"]  # the true one, at an episode's end too
+        rollout["next_obs"][t] = info["final_obs"]  # never the first one of a new episode
         rollout["next_alive"][t] = info["final_alive"]
         rollout["next_state"][t] = info["final_state"]
         rollout["terminated"][t] = terminated
@@ -202,14 +202,14 @@ def td_target(agent: Agent, target: Agent, batch: dict[str, Tensor], args: Args)
     best = agent(batch["next_obs"]).unsqueeze(-1)
     next_q = target.values(batch["next_obs"]).gather(-1, best).squeeze(-1)  # (T, B, A)
     next_value = mix(target, next_q * batch["next_alive"], batch["next_state"])
-    reward = agent.reward_scaler.scale(batch["reward"].sum(-1))  # the team's, by today's deviation
+    reward = agent.reward_scaler.scale(batch["reward"].sum(-1))  # of the team, by the present std
     return lambda_returns(reward, next_value, batch["terminated"], batch["done"], args.gamma)
 
 
 def td_loss(agent: Agent, target: Agent, batch: dict, args: Args) -> tuple[Tensor, dict]:
     """E[ ( Q_tot − y )² ] of some windows (T, B, ...), and what to log of it."""
     q = agent.values(batch["obs"]).gather(-1, batch["action"].unsqueeze(-1)).squeeze(-1)
-    value = mix(agent, q * batch["alive"], batch["state"])  # (T, B): the value of who has left is 0
+    value = mix(agent, q * batch["alive"], batch["state"])  # (T, B); an agent that left counts 0
     error = value - td_target(agent, target, batch, args)
     loss = error.square().mean()
     return loss, {"td": loss, "value": value.mean()}

@@ -57,7 +57,7 @@ class Args(TransitionArgs):
     buffer_size: int = 1_000_000
     """capacity of the replay buffer, in transitions"""
     warmup_steps: int = 10_000
-    """steps with uniformly random actions, before the first update"""
+    """steps with uniformly random actions; updates begin when the buffer has as many transitions"""
     learning_rate: float = 1e-3
     """Adam's learning rate for actor, critics and temperature"""
     gamma: float = 0.99
@@ -150,7 +150,7 @@ def collect(agent: Agent, envs: vec_envs.VecEnv, rollout: dict[str, Tensor]) -> 
         rollout["action"][t] = action
         _, reward, terminated, truncated, info = envs.step(agent.to_env(action))
         rollout["reward"][t] = reward
-        rollout["next_obs"][t] = info["final_obs"]  # the true one, at an episode's end too
+        rollout["next_obs"][t] = info["final_obs"]  # never the first one of a new episode
         rollout["terminated"][t] = terminated
         rollout["done"][t] = terminated | truncated
         rollout["episode_return"][t] = info["episode_return"]
@@ -213,7 +213,7 @@ def update(agent: Agent, target: Critics, optimizers, batch: dict, args: Args):
 def train(args: Args) -> Result:
     run = Run(args, __file__)
     args = run.args
-    workers = Workers(run, collect, "bounded", ahead=True)  # --num-workers collect during updates
+    workers = Workers(run, collect, "bounded", ahead=True)  # ahead: workers collect during updates
     agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
     target = copy.deepcopy(agent.critics).requires_grad_(False)
     critic_optimizer = torch.optim.Adam(agent.critics.parameters(), args.learning_rate, fused=True)

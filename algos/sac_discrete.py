@@ -154,7 +154,7 @@ def collect(agent: Agent, envs: vec_envs.VecEnv, rollout: dict[str, Tensor]) -> 
         rollout["action"][t] = action
         _, reward, terminated, truncated, info = envs.step(action)
         rollout["reward"][t] = reward
-        rollout["next_obs"][t] = info["final_obs"]  # the true one, at an episode's end too
+        rollout["next_obs"][t] = info["final_obs"]  # never the first one of a new episode
         rollout["terminated"][t] = terminated
         rollout["done"][t] = terminated | truncated
         rollout["episode_return"][t] = info["episode_return"]
@@ -230,7 +230,7 @@ def update(agent: Agent, target: Critics, optimizers, batch: dict, args: Args):
 def train(args: Args) -> Result:
     run = Run(args, __file__, LIMITS)
     args = run.args
-    workers = Workers(run, collect, "discrete", ahead=True)  # --num-workers collect during updates
+    workers = Workers(run, collect, "discrete", ahead=True)  # ahead: workers collect during updates
     agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
     target = copy.deepcopy(agent.critics).requires_grad_(False)
     critic_optimizer = torch.optim.Adam(agent.critics.parameters(), args.learning_rate, fused=True)

@@ -15,9 +15,9 @@ What differs from ddpg.py (the first against overestimation, the others against 
 - `critic_loss`: noise on the target actor's action, so that a narrow peak of Q̄ counts less.
 - `update`: actor and target networks move after every d-th update of the critics.
 What differs from the paper: two layers of 256 (400 and 300), batches of 256 (100), 10,000 steps of
-uniform actions (so on HalfCheetah and Ant, 1000 elsewhere), four environments collect, and a' is
-clipped to the action range (as in the authors' code). With --n-step, r is a sum of n discounted
-rewards and `discount` is γⁿ (else γ); with --prioritized, `weight` corrects L(Q) alone.
+uniform actions everywhere (only on HalfCheetah and Ant, else 1000), four environments collect,
+a' is clipped to the action range (as in the authors' code). With --n-step, r is a sum of n
+discounted rewards and `discount` is γⁿ (else γ); with --prioritized, `weight` corrects L(Q) alone.
 """
 
 import copy
@@ -53,7 +53,7 @@ class Args(TransitionArgs):
     buffer_size: int = 1_000_000
     """capacity of the replay buffer, in transitions"""
     warmup_steps: int = 10_000
-    """steps with uniformly random actions, before the first update"""
+    """steps with uniformly random actions; updates begin when the buffer has as many transitions"""
     learning_rate: float = 1e-3
     """Adam's learning rate for every network"""
     gamma: float = 0.99
@@ -141,7 +141,7 @@ def collect(agent: Agent, envs: vec_envs.VecEnv, rollout: dict[str, Tensor]) -> 
         rollout["action"][t] = action
         _, reward, terminated, truncated, info = envs.step(agent.to_env(action))
         rollout["reward"][t] = reward
-        rollout["next_obs"][t] = info["final_obs"]  # the true one, at an episode's end too
+        rollout["next_obs"][t] = info["final_obs"]  # never the first one of a new episode
         rollout["terminated"][t] = terminated
         rollout["done"][t] = terminated | truncated
         rollout["episode_return"][t] = info["episode_return"]
@@ -175,7 +175,7 @@ def soft_update(target: nn.Module, network: nn.Module, tau: float) -> None:
 
 
 def update(agent: Agent, target: Agent, optimizers, batch, due, args: Args):
-    """One step of critics, if due of actor and targets -> what to log, the TD errors (B,)."""
+    """One step of critics and, if `due`, of actor and targets -> what to log, TD errors (B,)."""
     critic_optimizer, actor_optimizer = optimizers
     q_loss, td_error = critic_loss(agent, target, batch, args)
     critic_optimizer.zero_grad()
@@ -198,7 +198,7 @@ def update(agent: Agent, target: Agent, optimizers, batch, due, args: Args):
 def train(args: Args) -> Result:
     run = Run(args, __file__)
     args = run.args
-    workers = Workers(run, collect, "bounded", ahead=True)  # --num-workers collect during updates
+    workers = Workers(run, collect, "bounded", ahead=True)  # ahead: workers collect during updates
     agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
     target = copy.deepcopy(agent).requires_grad_(False)
     critic_optimizer = torch.optim.Adam(agent.critics.parameters(), args.learning_rate, fused=True)
@@ -222,7 +222,7 @@ def train(args: Args) -> Result:
                 batch = replay.sample(args.batch_size)
                 due = (number + 1) % args.policy_delay == 0
                 new, td_error = learn(agent, target, optimizers, batch, due, args)
-                losses |= new  # the actor's loss is not in every one
+                losses |= new  # the actor's loss is in it only if `due`
                 replay.update_priorities(batch["index"], td_error)
 
         run.log_episodes(step, rollout)

@@ -56,7 +56,7 @@ class Args(ReplayArgs):
     buffer_size: int = 1_000_000
     """capacity of the replay buffer, in transitions"""
     warmup_steps: int = 10_000
-    """steps with uniformly random actions, before the first update"""
+    """steps with uniformly random actions; updates begin when the buffer has as many transitions"""
     learning_rate: float = 1e-3
     """Adam's learning rate for every network"""
     gamma: float = 0.99
@@ -165,7 +165,7 @@ def collect(agent: Agent, envs: vec_envs.VecEnv, rollout: dict[str, Tensor]) -> 
         rollout["log_prob"][t] = torch.where(agent.warm_up, -math.log(2), log_prob).sum(-1)
         _, reward, terminated, truncated, info = envs.step(agent.to_env(action))
         rollout["reward"][t] = reward
-        rollout["next_obs"][t] = info["final_obs"]  # the true one, at an episode's end too
+        rollout["next_obs"][t] = info["final_obs"]  # never the first one of a new episode
         rollout["terminated"][t] = terminated
         rollout["done"][t] = terminated | truncated
         rollout["episode_return"][t] = info["episode_return"]
@@ -218,7 +218,7 @@ def soft_update(target: nn.Module, network: nn.Module, tau: float) -> None:
 
 
 def update(agent: Agent, target, optimizers, batch, due, windows, args: Args):
-    """One step of critics, if due of actor and targets -> what to log."""
+    """One step of critics and, if `due`, of actor and targets -> what to log."""
     critic_optimizer, actor_optimizer = optimizers
     q_loss, _ = critic_loss(agent, target, batch, args)
     critic_optimizer.zero_grad()
@@ -258,7 +258,7 @@ def update(agent: Agent, target, optimizers, batch, due, windows, args: Args):
 def train(args: Args) -> Result:
     run = Run(args, __file__, LIMITS)
     args = run.args
-    workers = Workers(run, collect, "bounded", ahead=True)  # --num-workers collect during updates
+    workers = Workers(run, collect, "bounded", ahead=True)  # ahead: workers collect during updates
     agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
     target = copy.deepcopy(agent).requires_grad_(False)
     critic_optimizer = torch.optim.Adam(agent.critics.parameters(), args.learning_rate, fused=True)

@@ -19,9 +19,9 @@ What differs from the paper:
   episode that is truncated inside a window bootstraps from its true last observation;
 - rewards, stored as they are, are divided by the standard deviation of the return when sampled, and
   clipped to ±10; observations are normalised; the learning rate is annealed to zero;
-- double Q-learning, soft updates of the target, λ = ½ (what older policies chose is not corrected);
-- w_t: where Q_tot is above y, errors have the weight α (Rashid et al. 2020, arXiv:2006.10800). It
-  rises from 0.1 to 1 in the run's first half: what pays only jointly is unlearned more slowly.
+- double Q-learning, soft target updates, λ = ½ without correction for actions of older policies;
+- w_t = α where Q_tot is above y_t, else 1 (Rashid et al. 2020, arXiv:2006.10800). α rises from 0.1
+  to 1 in the run's first half: values of what pays only if all cooperate fall more slowly.
 """
 
 import copy
@@ -101,7 +101,7 @@ class Agent(nn.Module):
         agents, obs_dim = envs.num_agents, envs.single_observation_space.shape[0]
         num_actions = int(envs.single_action_space.n)
         self.available_in_obs = envs.available_in_obs
-        self.normalizer = Normalizer(agents * obs_dim, several=True)  # each agent its own
+        self.normalizer = Normalizer(agents * obs_dim, several=True)  # counts per agent: some leave
         self.reward_scaler = RewardScaler(args.num_envs, args.gamma)
         self.network = mlp(obs_dim + agents, args.hidden_size, num_actions)
         self.register_buffer("agent_id", torch.eye(agents))
@@ -113,10 +113,10 @@ class Agent(nn.Module):
         return self.values(obs).argmax(-1)
 
     def available(self, obs: Tensor) -> Tensor:
-        """The actions that an agent has now (..., A, num_actions) bool."""
+        """Available actions (..., A, num_actions) bool; in some environments obs ends with them."""
         mask = self.action_mask.expand(*obs.shape[:-1], -1)
         allowed = obs[..., -mask.shape[-1] :] > 0 if self.available_in_obs else mask
-        return mask & (allowed | ~allowed.any(-1, keepdim=True))  # all if it has left (ignored)
+        return mask & (allowed | ~allowed.any(-1, keepdim=True))  # all, if it left: action ignored
 
     def values(self, obs: Tensor) -> Tensor:
         """Q_i of every action (..., A, num_actions), −10⁹ where it is not available."""
@@ -144,7 +144,7 @@ def collect(agent: Agent, envs: vec_envs.VecEnv, rollout: dict[str, Tensor]) -> 
         rollout["alive"][t] = envs.alive
         _, reward, terminated, truncated, info = envs.step(action)
         rollout["reward"][t] = reward
-        rollout["next_obs"][t] = info["final_obs"]  # the true one, at an episode's end too
+        rollout["next_obs"][t] = info["final_obs"]  # never the first one of a new episode
         rollout["next_alive"][t] = info["final_alive"]
         rollout["terminated"][t] = terminated
         rollout["done"][t] = terminated | truncated
@@ -177,14 +177,14 @@ def td_target(agent: Agent, target: Agent, batch: dict[str, Tensor], args: Args)
     best = agent(batch["next_obs"]).unsqueeze(-1)
     next_q = target.values(batch["next_obs"]).gather(-1, best).squeeze(-1)  # (T, B, A)
     next_value = mix(next_q * batch["next_alive"])
-    reward = agent.reward_scaler.scale(batch["reward"].sum(-1))  # the team's, by today's deviation
+    reward = agent.reward_scaler.scale(batch["reward"].sum(-1))  # of the team, by the present std
     return lambda_returns(reward, next_value, batch["terminated"], batch["done"], args.gamma)
 
 
 def td_loss(agent: Agent, target: Agent, batch: dict, args: Args) -> tuple[Tensor, dict]:
     """E[ w ( Q_tot − y )² ] of some windows (T, B, ...), and what to log of it."""
     q = agent.values(batch["obs"]).gather(-1, batch["action"].unsqueeze(-1)).squeeze(-1)
-    value = mix(q * batch["alive"])  # (T, B): the value of who has left is 0
+    value = mix(q * batch["alive"])  # (T, B); an agent that left counts 0
     error = value - td_target(agent, target, batch, args)
     weight = torch.where(error > 0, agent.lowering_weight, 1.0)
     loss = (weight * error.square()).mean()
@@ -216,8 +216,8 @@ def schedule(agent: Agent, optimizer, step: int, args: Args) -> None:
     optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - progress)
     explored = min(progress / max(args.exploration_fraction, 1e-9), 1)
     agent.epsilon.fill_(1 - (1 - args.final_epsilon) * explored)
-    first, half = args.lowering_weight, min(2 * progress, 1)
-    agent.lowering_weight.fill_(first + (1 - first) * half)
+    first, rise = args.lowering_weight, min(2 * progress, 1)  # rise: complete at half of the run
+    agent.lowering_weight.fill_(first + (1 - first) * rise)
 
 
 def train(args: Args) -> Result:

@@ -60,7 +60,7 @@ class Args(TransitionArgs):
     buffer_size: int = 1_000_000
     """capacity of the replay buffer, in transitions"""
     warmup_steps: int = 5000
-    """steps with uniformly random actions, before the first update"""
+    """steps with uniformly random actions; updates begin when the buffer has as many transitions"""
     learning_rate: float = 3e-4
     """Adam's learning rate for actor, critics and temperature, annealed linearly to a tenth"""
     gamma: float = 0.99
@@ -180,7 +180,7 @@ def collect(agent: Agent, envs: vec_envs.VecEnv, rollout: dict[str, Tensor]) -> 
         rollout["action"][t] = action
         _, reward, terminated, truncated, info = envs.step(agent.to_env(action))
         rollout["reward"][t] = reward
-        rollout["next_obs"][t] = info["final_obs"]  # the true one, at an episode's end too
+        rollout["next_obs"][t] = info["final_obs"]  # never the first one of a new episode
         rollout["terminated"][t] = terminated
         rollout["done"][t] = terminated | truncated
         rollout["episode_return"][t] = info["episode_return"]
@@ -232,7 +232,7 @@ def temperature_loss(agent: Agent, log_prob: Tensor) -> Tensor:
 
 
 def update(agent: Agent, optimizers, batch: dict, due: bool, args: Args):
-    """One step of the critics, if due of the actor -> what to log, the TD errors (B,)."""
+    """One step of critics and, if `due`, of the actor -> what to log, the TD errors (B,)."""
     critic_optimizer, actor_optimizer = optimizers
     q_loss, td_error = critic_loss(agent, batch)
     critic_optimizer.zero_grad()
@@ -258,7 +258,7 @@ def update(agent: Agent, optimizers, batch: dict, due: bool, args: Args):
 def train(args: Args) -> Result:
     run = Run(args, __file__, LIMITS)
     args = run.args
-    workers = Workers(run, collect, "bounded", ahead=True)  # --num-workers collect during updates
+    workers = Workers(run, collect, "bounded", ahead=True)  # ahead: workers collect during updates
     agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
     actor_parameters = [*agent.actor.parameters(), agent.log_temperature]
     critic_optimizer = torch.optim.Adam(agent.critics.parameters(), args.learning_rate, fused=True)
@@ -285,7 +285,7 @@ def train(args: Args) -> Result:
                 batch = replay.sample(args.batch_size)
                 due = (number + 1) % args.policy_delay == 0
                 new, td_error = learn(agent, optimizers, batch, due, args)
-                losses |= new  # the actor's loss is not in every one
+                losses |= new  # the actor's loss is in it only if `due`
                 replay.update_priorities(batch["index"], td_error)
 
         run.log_episodes(step, rollout)

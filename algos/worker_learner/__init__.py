@@ -3,7 +3,7 @@
     run = Run(args, __file__)
         checks the arguments, replaces every `auto`, joins the other learners, seeds torch
     args = run.args
-        the arguments of this learner, one of `run.world_size`
+        the arguments of this learner (a training process), one of `run.world_size` learners
     workers = Workers(run, collect)
         makes the environments, here or in --num-workers processes
     agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
@@ -42,4 +42,4 @@ from algos.worker_learner.replay import ReplayBuffer
 from algos.worker_learner.run import Result, Run
 from algos.worker_learner.workers import Workers
 
-Distribution.set_default_validate_args(False)  # it takes time, and a GPU would be waited for
+Distribution.set_default_validate_args(False)  # checks take time; on a GPU each synchronises
