@@ -43,7 +43,7 @@ class RunArgs:
     seed: int = 0
     """seed of everything that is random"""
     num_envs: int = 0
-    """environments stepped together, by all workers (0: 64; 4096 on a GPU in a long run)"""
+    """environments stepped together (0: 64; in long runs on a GPU 4096, of MuJoCo with .[gpu])"""
     run_dir: str = ""
     """folder of this run (empty: runs/{env}__{script}__{seed}__{time})"""
     resume: str = ""
@@ -241,14 +241,14 @@ def parse(args_class: type[RunArgs], tuned: dict[str, dict[str, Any]]) -> RunArg
     text = f"{args_class.__doc__} The defaults shown are those for --env {given.env}."
     args = read_flags(args_class, sys.argv[1:], default=args_class(**own), description=text)
     args.typed = sys.argv[1:]
-    used, beside = Path(__file__).parent, Path(sys.argv[0]).resolve().with_name("worker_learner")
-    if beside.is_dir() and beside != used.resolve():  # of another clone, which is installed
-        warn(f"the script uses {used}, not the folder beside it; PYTHONPATH=. would change that.")
     return args
 
 
 def read_flags(args_class: type, words: list[str], **options: Any) -> Any:
     """tyro.cli, where a whole number may be typed as 2.5e6, too."""
+    used, beside = Path(__file__).parent, Path(sys.argv[0]).resolve().with_name("worker_learner")
+    if beside.is_dir() and beside != used.resolve():  # of another clone, which is installed
+        warn(f"the script uses {used}, not the folder beside it; PYTHONPATH=. would change that.")
     whole = {flag(field.name) for field in dataclasses.fields(args_class) if field.type is int}
 
     def plain(before: str, word: str) -> str:
