@@ -52,7 +52,7 @@ class Args(TransitionArgs):
     utd_ratio: float = 1.0
     """updates of the critics per transition collected"""
     policy_delay: int = 3
-    """updates of the critics per update of the actor"""
+    """updates of the critics per update of actor and temperature"""
     batch_size: int = 256
     """transitions of one gradient step"""
     buffer_size: int = 1_000_000
@@ -78,14 +78,14 @@ TUNED = {
 
 
 class BatchRenorm(nn.Module):
-    """x (B, features) with mean 0 and variance 1, times a learned scale, plus a learned shift.
+    """Batch renormalisation of x (B, features), then a learned scale and a learned shift.
 
-    While training, with m, s² of the batch and μ, σ² the running ones, r and d without gradient:
+    While training, with mean m and standard deviation s of the batch, μ and σ the running ones:
 
         y = (x − m) / s · r + d,   r = clip(s/σ, 1/3, 3),   d = clip((m − μ)/σ, −5, 5)
 
-    so that y = (x − μ) / σ, as at evaluation, up to the clips. In the first 100,000 batches r = 1
-    and d = 0: batch normalisation, while the running statistics settle (0.01 of each batch).
+    r and d have no gradient; unless they are clipped, y = (x − μ) / σ, as at evaluation. In the
+    first 100,000 batches r = 1, d = 0 (batch normalisation): μ and σ² are not yet reliable.
     """
 
     def __init__(self, features: int):
@@ -106,7 +106,7 @@ class BatchRenorm(nn.Module):
             reliable = self.batches >= 100_000
             r = torch.where(reliable, (std / running_std).clamp(1 / 3, 3), 1.0)
             d = torch.where(reliable, ((mean - self.mean) / running_std).clamp(-5, 5), 0.0)
-            self.mean.lerp_(mean, 0.01)
+            self.mean.lerp_(mean, 0.01)  # 0.99 of the old, 0.01 of this batch's
             self.var.lerp_(var, 0.01)
             self.batches += 1
         return (x - mean) * (self.scale * r / std) + (self.scale * d + self.shift)
@@ -231,7 +231,7 @@ def temperature_loss(agent: Agent, log_prob: Tensor) -> Tensor:
 
 
 def update(agent: Agent, optimizers, batch: dict, due: bool, args: Args):
-    """One step of critics and, if `due`, of the actor -> what to log, the TD errors (B,)."""
+    """One step of critics; if `due`, of actor and temperature -> what to log, TD errors (B,)."""
     critic_optimizer, actor_optimizer = optimizers
     q_loss, td_error = critic_loss(agent, batch)
     critic_optimizer.zero_grad()

@@ -6,8 +6,8 @@
 2. Double Q-learning (van Hasselt, Guez, Silver 2016, arXiv:1509.06461): Q chooses, Q̄ evaluates,
        y = r + γ (1 − terminated) Q̄(s', argmax_a Q(s', a))
 3. Prioritised replay (Schaul et al. 2016, arXiv:1511.05952): transition i is drawn with
-   probability P(i) ∝ |δ_i|^α, δ_i = Q(s, a) − y when last drawn (a new one: the largest), weight
-       w_i = (size · P(i))^−β / max_j w_j,   β annealed to 1,   in   L(θ) = E[ w_i h(δ_i) ]
+   probability P(i) ∝ |δ_i|^α, δ_i its TD error when last drawn (before that: the largest so far),
+       L(θ) = E[ w_i h(δ_i) ],   w_i ∝ (size · P(i))^−β, at most 1 in a batch,   β annealed to 1
 4. Temporally extended ε-greedy (Dabney, Ostrovski, Barreto 2021, arXiv:2006.01782): a random action
    is repeated for some steps. Single random actions do not reach MountainCar's goal.
 
@@ -125,8 +125,8 @@ class Agent(nn.Module):
 def collect(agent: Agent, envs: vec_envs.VecEnv, rollout: dict[str, Tensor]) -> None:
     """T steps in every environment, ε-greedy, where a random action is repeated.
 
-    It is repeated with probability 1 − 1/L until the episode ends. One begins with probability
-    p = ε / (ε + L (1 − ε)): then p L / (p L + 1 − p) = ε of the steps are random.
+    It is repeated with probability 1 − 1/L while its episode lasts; else a new one begins with
+    probability p = ε / (ε + L (1 − ε)): then p L / (p L + 1 − p) = ε of the steps are random.
     """
     epsilon, length = agent.epsilon, agent.exploration_length
     begin_probability = epsilon / (epsilon + length * (1 - epsilon))
@@ -135,7 +135,7 @@ def collect(agent: Agent, envs: vec_envs.VecEnv, rollout: dict[str, Tensor]) -> 
         random_action = torch.randint_like(rollout["action"][t], agent.num_actions)
         begin = torch.rand_like(rollout["reward"][t]) < begin_probability
         repeat = torch.rand_like(rollout["reward"][t]) < 1 - 1 / length
-        # only what began in this episode; at t = 0 row −1 is the last step of the rollout before
+        # in the same episode only; at t = 0, row −1 is the last step of the rollout before
         repeat &= rollout["random"][t - 1].bool() & ~rollout["done"][t - 1]
         action = torch.where(begin, random_action, agent(obs))
         action = torch.where(repeat, rollout["action"][t - 1], action)
@@ -197,7 +197,7 @@ def train(args: Args) -> Result:
     target = copy.deepcopy(agent.q_network).requires_grad_(False)
     optimizer = torch.optim.Adam(agent.q_network.parameters(), args.learning_rate, fused=True)
     learn = run.compile(update)  # compiled in long runs (--compile)
-    rollout = workers.start(agent, args.num_steps, random=())
+    rollout = workers.start(agent, args.num_steps, random=())  # random: 1 if the action was, else 0
     replay = ReplayBuffer(run, rollout, args.buffer_size)
     step = run.start(
         agent=agent, target=target, optimizer=optimizer, workers=workers, replay=replay

@@ -7,7 +7,8 @@ selector replaces agent i by a copy of one of the best, j, if
     score_j − score_i > √(error_i² + error_j²)          error: the standard error of a score
 
 The copy continues with other random numbers, its --perturb hyper-parameters (the learning rate)
-multiplied by 0.8 or 1.25; all but the first agent begin with 1/2 to 2 times their values.
+multiplied by 0.8 or 1.25. At the start, those of all agents but the first are the script's, times
+random factors between ½ and 2. (Of γ and λ, the distance from 1 is multiplied.)
 
     python algos/generations.py --algo ppo --env Hopper --agents 8
     python algos/generations.py --algo ppo --env Ant --agents 10 --fuse 3 -- --epochs 8
@@ -16,9 +17,9 @@ With `--fuse K` an agent is trained K times with different seeds in each period 
 networks and optimizer moments become the mean of the K runs.
 
 What differs from the papers:
-- an agent is replaced only if the gap exceeds its error, on episodes that no agent was trained on;
+- only a gap above its standard error counts; no agent was trained on the episodes that score it;
 - all K runs have the same weight 1/K (theirs are averaged one after another: ¼, ¼, ½);
-- agents with odd numbers can have a longer period, `--slow` (Li et al. 2025, arXiv:2506.03225);
+- agents with odd numbers can be replaced less often, `--slow` (Li et al. 2025, arXiv:2506.03225);
 - the best agent is scored again on fresh episodes, since the highest of many scores is too high.
 """
 
@@ -43,7 +44,7 @@ class Args(PopulationArgs):
 
 
 def select(members: list[Agent | None], generation: int, args: Args) -> list[tuple[Agent, bool]]:
-    """For each member of the next generation: its parent, and whether that is a copy of another.
+    """For each member of the next generation: its parent, and True if that is another agent.
 
     `members[i]` is None where member i failed: it is always replaced.
     """
@@ -65,13 +66,13 @@ def select(members: list[Agent | None], generation: int, args: Args) -> list[tup
 def evolve(population: Population, args: Args) -> None:
     """All generations; one that an earlier process has begun is finished."""
     generations = args.total_steps // population.period
-    population.expected = generations * args.agents
-    begun = (*population.agents.values(), *population.flights.values())
+    population.expected = generations * args.agents  # segments in all, to estimate the time left
+    begun = (*population.agents.values(), *population.flights.values())  # finished; in training
     first = max((agent.generation for agent in begun), default=1)
     for generation in range(first, generations + 1):
         while (missing := who_is_missing(population, generation, args)) or population.flights:
             begin(population, generation, missing, args)
-            population.work()  # where a parent is damaged, its descendants are missing again
+            population.work()  # if a parent's files are damaged, its descendants are missing again
         members = members_of(population, generation, args)
         if not any(members):
             why = population.journal.lines[-1].get("why", "their parents are damaged")
@@ -97,7 +98,7 @@ def begin(population: Population, generation: int, missing: list[int], args: Arg
 
 
 def members_of(population: Population, generation: int, args: Args) -> list[Agent | None]:
-    """The agents of a generation that are published, each in its place."""
+    """The finished agents of a generation, each at its number; None: not finished, or failed."""
     members: list[Agent | None] = [None] * args.agents
     for agent in population.agents.values():
         if agent.generation == generation:
@@ -106,7 +107,7 @@ def members_of(population: Population, generation: int, args: Args) -> list[Agen
 
 
 def who_is_missing(population: Population, generation: int, args: Args) -> list[int]:
-    """Who of a generation has neither been begun nor has failed."""
+    """The members of a generation that have neither begun nor failed."""
     failed = population.journal.of("failed")
     known = {line["member"] for line in failed if line["generation"] == generation}
     begun = (*population.agents.values(), *population.flights.values())

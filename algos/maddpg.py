@@ -125,10 +125,10 @@ class Agent(nn.Module):
         return output.argmax(-1) if self.discrete else self.to_env(output.tanh())
 
     def available(self, obs: Tensor) -> Tensor:
-        """The actions, or entries of an action, that an agent has now (B, A, outputs) bool."""
+        """Available actions, or entries of them (B, A, outputs) bool; some envs' obs end so."""
         mask = self.action_mask.expand(*obs.shape[:-1], -1)
         allowed = obs[..., -mask.shape[-1] :] > 0 if self.available_in_obs else mask
-        return mask & (allowed | ~allowed.any(-1, keepdim=True))  # all, if it left: action ignored
+        return mask & (allowed | ~allowed.any(-1, keepdim=True))  # all if it has left (no effect)
 
     def outputs(self, obs: Tensor) -> Tensor:
         """Logits, or actions before tanh, (B, A, outputs)."""
@@ -173,7 +173,7 @@ def collect(agent: Agent, envs: vec_envs.VecEnv, rollout: dict[str, Tensor]) -> 
 
 
 def masked_mean(x: Tensor, alive: Tensor) -> Tensor:
-    """Mean of x (B, A) over living agents; its average over learners is that of all of them."""
+    """Mean of x (B, A) over living agents; its mean over learners is that of the whole batch."""
     return (x * alive).sum() / mean_over_learners(alive.sum()).clamp(min=1)
 
 
@@ -196,10 +196,11 @@ def critic_loss(agent: Agent, target: Agent, batch: dict[str, Tensor], args: Arg
 
 
 def actor_loss(agent: Agent, batch: dict[str, Tensor], args: Args) -> Tensor:
-    """− E[ Q^i(x, …, μ^i(o^i), …) ], the mean over agents, and what large logits cost."""
+    """− E[ Q^i(x, …, μ^i(o^i), …) ], the mean over agents, plus the penalty on large logits."""
     obs, output = batch["obs"], agent.outputs(batch["obs"])
+    # own[i, :, j] is True if i = j: in joint[i], critic i's input, only agent i's action is new
     joint = torch.where(agent.own, act(agent, output), agent.encode(batch["action"]))
-    loss = -q_values(agent.critics, obs, joint)  # (B, A); joint[i]: agent i's action is new
+    loss = -q_values(agent.critics, obs, joint)  # (B, A)
     if agent.discrete:
         available = agent.available(obs)
         squared = torch.where(available, output.square(), 0.0)

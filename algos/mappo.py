@@ -133,7 +133,7 @@ class Agent(nn.Module):
         """Available actions, or entries of them (..., A, outputs) bool; some envs' obs end so."""
         mask = self.action_mask.expand(*obs.shape[:-1], -1)
         allowed = obs[..., -mask.shape[-1] :] > 0 if self.available_in_obs else mask
-        return mask & (allowed | ~allowed.any(-1, keepdim=True))  # all, if it left: action ignored
+        return mask & (allowed | ~allowed.any(-1, keepdim=True))  # all if it has left (no effect)
 
     def policy(self, obs: Tensor) -> Distribution:
         """π(·|o, i) for observations (..., A, obs_dim)."""

@@ -1,6 +1,6 @@
 """Modified soft actor-critic (ModSAC): sac.py whose policy waits while the critics are unreliable.
 
-The rule is that of ElegantRL's ModSAC. With L(Q), the critics' loss, in each of their updates
+The rule is that of ElegantRL's ModSAC. At each update of the critics, with their loss L(Q),
 
     due = ( n ≥ 0 )                       n = 0 at first
     L̄ ← 0.995 L̄ + 0.005 L(Q)              L̄ = 1 at first
@@ -13,14 +13,14 @@ every second while it is large (λ → 0).
 
     python algos/mod_sac.py --env HalfCheetah
 
-What differs from sac.py: `critics_reliability`, and `due`: `train` asks n before an update.
-What differs from ElegantRL (github.com/AI4Finance-Foundation/ElegantRL), which compares the ratio
-n_π / n_Q of the updates since the last rollout with 1 / (2 − λ), by the λ of this update, not of
-the one before: its L(Q) was half the sum of two smooth L1 losses (here of squares); in some of its
-versions the temperature does not wait. L(Q) has the unit of a squared return, so what is "large"
-depends on the rewards, which this script does not scale: the rule adapts where L(Q) comes below
-about 2; where rewards are so large that it never does, λ is 0 and the rule is a constant delay of
-two.
+What differs from sac.py: `critics_reliability`, and `due`, which `train` finds before an update.
+What differs from ElegantRL (github.com/AI4Finance-Foundation/ElegantRL): there the policy is due if
+n_π / n_Q < 1 / (2 − λ), with the numbers of updates of policy and critics since the last rollout
+and the λ of the present update (here: of the one before); L(Q) is half the sum of two smooth L1
+losses (here: of two squares); in some of its versions the temperature does not wait. L(Q) has the
+unit of a squared return, so what is "large" depends on the rewards, which this script does not
+scale: λ differs from 0 only if L(Q) falls below about 2; if it never does, the policy is updated
+at every second update of the critics.
 """
 
 import copy
@@ -254,7 +254,7 @@ def train(args: Args) -> Result:
         if step >= args.warmup_steps and len(replay) >= min(args.warmup_steps, args.buffer_size):
             for _ in range(int(before * args.utd_ratio), int(step * args.utd_ratio)):
                 batch = replay.sample(args.batch_size)
-                due = agent.policy_due.item() >= 0  # here: a compiled update cannot ask a tensor
+                due = agent.policy_due.item() >= 0  # here: compiled code cannot branch on a tensor
                 new, td_error = learn(agent, target, optimizers, batch, due, args)
                 losses |= new  # the actor's loss is in it only if `due`
                 replay.update_priorities(batch["index"], td_error)

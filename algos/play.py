@@ -7,7 +7,7 @@
     python algos/play.py RUN_DIR --export policy.pt2    for programs that have only torch
     python algos/play.py RUN1 RUN2 RUN3                 several policies as one, in all uses above
 
-best.pt and last.pt name their script (which lies beside this file), arguments and environment.
+best.pt and last.pt contain weights, arguments and the script's name; it must lie beside this file.
 """
 
 import contextlib
@@ -61,7 +61,7 @@ class Args:
     video: str = ""
     """film the best of three episodes into this .mp4 or .gif file (.png: only the end of one)"""
     seconds: float = 10.0
-    """maximum length of the film (if an episode takes less than two, the next ones follow)"""
+    """maximum length of the film (if an episode is shorter than two seconds, the next follow)"""
     width: int = 0
     """width of the film in pixels (0: at most 320 in a .gif, 640 in an .mp4)"""
     show: bool = False
@@ -75,8 +75,8 @@ LIMITS["width"] = (0, 4096)
 
 
 class Ensemble(nn.Module):
-    """Several policies as one: the weighted mean of their actions; for discrete ones the likeliest
-    by the mean of their probabilities, where a script without π (DQN) votes for its best action."""
+    """Several policies as one: the weighted mean of their actions. Of discrete actions the one with
+    the largest mean probability; a script without π (DQN) gives its best action probability 1."""
 
     def __init__(self, agents: list[nn.Module], weights: tuple[float, ...], env: vec_envs.VecEnv):
         super().__init__()
@@ -85,7 +85,7 @@ class Ensemble(nn.Module):
         self.register_buffer("weights", torch.tensor([x / sum(weights) for x in weights]))
 
     def opinion(self, agent: nn.Module, obs: Tensor) -> Tensor:  # (N, ..., act_dim or choices)
-        if self.choices and hasattr(agent, "policy"):
+        if self.choices and hasattr(agent, "policy"):  # that of mappo.py normalises obs itself
             return agent.policy(agent.normalizer(obs) if self.one_agent else obs).probs
         action = agent(obs)
         return nn.functional.one_hot(action, self.choices).float() if self.choices else action
@@ -96,7 +96,7 @@ class Ensemble(nn.Module):
 
 
 def load(args: Args) -> dict[str, Any]:
-    """What best.pt or last.pt holds: script, args, step, agent (the weights); others, weights."""
+    """What best.pt or last.pt has: script, args, step, agent (state_dict); others and weights."""
     folder = Path(str(args.run_dir).removesuffix("best.pt"))
     if args.run_dir in DEMO and not any(folder.glob("*.*")):  # no run has this name
         folder = Path(__file__).with_name("demo") / DEMO[args.run_dir]
@@ -127,7 +127,7 @@ def make(saved: dict, num_envs: int, seed: int, draws: bool = False) -> tuple[nn
     """The agent, made with its run's own arguments, and its environment, both on the CPU."""
     name = vec_envs.for_evaluation(saved["args"]["env"])
     draws = {"render_mode": "rgb_array"} if draws else {}
-    try:  # Gymnasium wants to know beforehand; a `VecEnv` can be drawn or cannot
+    try:  # Gymnasium takes render_mode only when it makes an env; a `VecEnv` takes none
         options = {} if vec_envs.vec_env_class(name) else draws
         env = vec_envs.make(name, num_envs, "cpu", seed, **options)
     except ValueError as error:
@@ -168,7 +168,7 @@ def print_score(args: Args, saved: dict) -> None:
 
 
 def episode(agent: nn.Module, env: vec_envs.VecEnv, seed: int | None) -> Iterator[None]:
-    """Play one episode, pausing before each step; say how it was."""
+    """Play one episode, with a `yield` before each step; at the end print its return."""
     obs, _ = env.reset(seed=seed)
     for _ in range(min(env.max_episode_steps, LONGEST_EVALUATION)):
         yield

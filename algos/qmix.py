@@ -12,15 +12,15 @@ much each Q_i counts may depend on the state s and on the others:
     python algos/qmix.py --env lbforaging:Foraging-8x8-2p-2f-coop-v3
 
 What differs from vdn.py:
-- `Mixer`: W₁, b₁, w₂ are linear in the state, absolute values make W₁ and w₂ ≥ 0; b₂ has a hidden
-  layer (hypernetworks).
+- `Mixer`: hypernetworks compute its weights from the state: W₁, b₁, w₂ by one linear layer each
+  (absolute values make W₁ and w₂ ≥ 0), b₂ by two layers.
 - `collect` stores the state; `td_target` and `td_loss` give it, normalised by running
   statistics, to the mixing network.
 - All errors have the same weight: the mixing network needed no w_t. γ is 0.9 (0.95 there),
   1.5 M steps (2 M).
-What differs from the paper: what vdn.py names except w_t (paper: a GRU that also sees the agent's
-last action; 32 episodes a batch; one step, max_a Q̄_tot; RMSProp, 5e-4); γ = 0.9 (0.99); the mixing
-network begins close to Σ_i Q_i + A (`Mixer` says why).
+What differs from the paper (in brackets): what vdn.py lists, except w_t (a GRU that also sees the
+agent's last action; batches of 32 episodes; one-step targets by max_a Q̄_tot; RMSProp at 5e-4);
+γ = 0.9 (0.99); the mixing network begins close to Σ_i Q_i + A (see `Mixer`).
 """
 
 import copy
@@ -139,7 +139,7 @@ class Agent(nn.Module):
         """Available actions (..., A, num_actions) bool; in some environments obs ends with them."""
         mask = self.action_mask.expand(*obs.shape[:-1], -1)
         allowed = obs[..., -mask.shape[-1] :] > 0 if self.available_in_obs else mask
-        return mask & (allowed | ~allowed.any(-1, keepdim=True))  # all, if it left: action ignored
+        return mask & (allowed | ~allowed.any(-1, keepdim=True))  # all if it has left (no effect)
 
     def values(self, obs: Tensor) -> Tensor:
         """Q_i of every action (..., A, num_actions), −10⁹ where it is not available."""

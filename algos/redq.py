@@ -52,7 +52,7 @@ class Args(TransitionArgs):
     utd_ratio: float = 20.0
     """updates of the critics per transition collected"""
     policy_delay: int = 20
-    """updates of the critics per update of the actor"""
+    """updates of the critics per update of actor and temperature"""
     ensemble_size: int = 10
     """N, the number of critics"""
     subset_size: int = 2
@@ -192,7 +192,7 @@ def critic_loss(agent: Agent, target: Critics, batch: dict, args: Args) -> tuple
     with torch.no_grad():
         next_action, next_log_prob = agent.actor.sample(batch["next_obs"])
         draw = mean_over_learners(torch.rand(args.ensemble_size, device=next_action.device))
-        subset = draw.topk(args.subset_size).indices  # random, the same for all learners
+        subset = draw.topk(args.subset_size).indices  # M random critics, the same for all learners
         next_value = target(batch["next_obs"], next_action, subset).amin(0)
         next_value = next_value - agent.log_temperature.exp() * next_log_prob
         y = batch["reward"] + batch["discount"] * ~batch["terminated"] * next_value
@@ -222,7 +222,7 @@ def soft_update(target: nn.Module, network: nn.Module, tau: float) -> None:
 
 
 def update(agent: Agent, target: Critics, optimizers, batch, due, args: Args):
-    """One step of critics and, if `due`, of the actor -> what to log, mean |TD error| (B,)."""
+    """One step of critics; if `due`, of actor and α -> what to log, the mean |TD error| (B,)."""
     critic_optimizer, actor_optimizer = optimizers
     q_loss, td_error = critic_loss(agent, target, batch, args)
     critic_optimizer.zero_grad()

@@ -137,18 +137,18 @@ class Agent(nn.Module):
 
 @torch.no_grad()
 def collect(agent: Agent, envs: vec_envs.VecEnv, rollout: dict[str, Tensor]) -> None:
-    """T steps in every environment: actions drawn from π, or the last one once more.
+    """T steps in every environment: actions drawn from π, or the previous action again.
 
-    The last one is repeated with probability (1 − 1/L) π(a_{t−1}|s) / max_a π(a|s). So likely
-    actions are taken more often than π says; where π is uniform, each lasts L steps on average.
+    The previous action is repeated with probability (1 − 1/L) π(a_{t−1}|s) / max_a π(a|s): likely
+    actions are taken more often than π says; where π is uniform, a draw lasts L steps on average.
     """
     for t in range(len(rollout["obs"])):
         obs, last_action = envs.obs, rollout["action"][t - 1]  # t = 0: of the rollout before
         policy = agent.policy(agent.normalizer(obs))
         action = policy.sample()
-        relative = policy.probs.gather(-1, last_action.unsqueeze(-1)).squeeze(-1)
-        relative = relative / policy.probs.amax(-1) * (1 - 1 / agent.exploration_length)
-        repeat = (torch.rand_like(relative) < relative) & ~rollout["done"][t - 1]
+        last_prob = policy.probs.gather(-1, last_action.unsqueeze(-1)).squeeze(-1)
+        repeat_prob = last_prob / policy.probs.amax(-1) * (1 - 1 / agent.exploration_length)
+        repeat = (torch.rand_like(repeat_prob) < repeat_prob) & ~rollout["done"][t - 1]
         action = torch.where(repeat, last_action, action)
         rollout["obs"][t] = obs
         rollout["action"][t] = action

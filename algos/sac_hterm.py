@@ -14,10 +14,10 @@ policy that drew u, m_j is 1 until an episode ends, V̄(s) = min_i Q̄_i(s, ã) 
     python algos/sac_hterm.py --env Hopper
 
 What differs from sac.py: `collect` stores u, log b; `hamiltonian_term` and its part in `update`.
-With λ_H = 0 it is sac.py, bit for bit. What differs from the paper and its code: TD errors
-(rewards), importance ratios, windows of new steps that stop with their episode, entropy, baseline
-and scale of ĝ, γ (0.8), falling λ_H, capped gradient. No effect is shown so far
-(benchmark/results/hterm).
+With λ_H = 0 it is sac.py, bit for bit. What differs from the paper and its code (in brackets): g
+sums TD errors (rewards) that contain the entropy, with importance ratios, at γ = 0.99 (0.8), in
+windows of new steps that stop with their episode; baseline and scale of ĝ; λ_H falls; the gradient
+of λ_H L_H is capped. No effect has been found in either direction (benchmark/results/hterm).
 """
 
 import copy
@@ -139,7 +139,7 @@ class Agent(nn.Module):
         low, high = torch.tensor(action_space.low), torch.tensor(action_space.high)
         self.register_buffer("action_center", (high + low) / 2)
         self.register_buffer("action_scale", (high - low) / 2)
-        self.register_buffer("mean_square_g", torch.ones(()))  # of g, running
+        self.register_buffer("mean_square_g", torch.ones(()))  # running mean of h²
         self.register_buffer("hterm_coef", torch.tensor(0.0), persistent=False)  # λ_H now
 
     def forward(self, obs: Tensor) -> Tensor:
@@ -151,7 +151,7 @@ class Agent(nn.Module):
 
 @torch.no_grad()
 def collect(agent: Agent, envs: vec_envs.VecEnv, rollout: dict[str, Tensor]) -> None:
-    """T steps in every environment: actions drawn from π, uniform at first (log b = 10⁹: ρ = 0)."""
+    """T steps in every environment: drawn from π; at first uniform, where log b = 10⁹: so ρ = 0."""
     for t in range(len(rollout["obs"])):
         obs = envs.obs
         normal = agent.actor.normal(obs)
@@ -209,7 +209,7 @@ def hamiltonian_term(agent, target: Critics, windows: dict, args: Args) -> tuple
         ratio = (log_prob - windows["log_prob"]).cumsum(0).exp().clamp(max=1)
         g = (windows["discount"] * mask * ratio * delta).flip(0).cumsum(0).flip(0)
         sum_g, sum_ratio = mean_over_learners(torch.stack(((mask * g).sum(), (mask * ratio).sum())))
-        g = g - ratio * sum_g / sum_ratio.clamp(min=1e-8)  # E[ρ ∇log π] = 0, but for the truncation
+        g = g - ratio * sum_g / sum_ratio.clamp(min=1e-8)  # baseline: no bias if ρ is not clipped
         mean_square = mean_over_learners((mask * g.square()).sum()) / total
         g = g / (agent.mean_square_g.lerp_(mean_square, 0.01).sqrt() + 1e-6)
         sample_size = (mask * ratio).sum().square() / ((mask * ratio.square()).sum() + 1e-8)
@@ -241,7 +241,7 @@ def update(agent: Agent, target, optimizers, batch, windows, args: Args):
     if windows is not None:
         hterm, sample_size = hamiltonian_term(agent, target, windows, args)
         base = [parameter.grad for parameter in agent.actor.parameters()]  # ∇L without the term
-        agent.actor.zero_grad()
+        agent.actor.zero_grad()  # sets each .grad to None: the tensors in `base` are kept
         (agent.hterm_coef * hterm).backward()
         average_gradients(agent.actor)
         norm = nn.utils.get_total_norm([parameter.grad for parameter in agent.actor.parameters()])

@@ -1,10 +1,10 @@
 """TD3 with the Hamiltonian term (H-term): td3.py plus a policy gradient along K-step windows.
 
 Liu & Fang 2020 (NeurIPS workshop); Liu, Li, Wu, Wang 2023, "Stationary Deep RL with Quantum K-spin
-Hamiltonian Regularization" (ICLR workshop). The energy H is minus the expected K-step return: the
-actor of TD3 learns from single states, and from H also what K consecutive actions led to. A window
+Hamiltonian Regularization" (ICLR workshop). The energy H is minus the expected K-step return: L(μ)
+judges single actions of the actor, H judges K consecutive actions by what they led to. A window
 is K consecutive steps from the newest part of the replay buffer, u is the action before clipping,
-b the policy that drew it, m_j is 1 until an episode ends, V̄(s) = min_i Q̄_i(s, μ̄(s)):
+b the policy that drew it, m_j is 1 up to an episode's end, then 0, V̄(s) = min_i Q̄_i(s, μ̄(s)):
 
     δ_j = r_j + γ (1 − terminated_j) V̄(s_{j+1}) − V̄(s_j)
     ρ_j = min( 1, Π_{i≤j} π(u_i|s_i) / b(u_i|s_i) )            π = N(μ(s), σ²), which explores
@@ -16,10 +16,10 @@ b the policy that drew it, m_j is 1 until an episode ends, V̄(s) = min_i Q̄_i(
     python algos/td3_hterm.py --env Hopper
 
 What differs from td3.py: `collect` stores u, log b; `hamiltonian_term` and its part in `update`.
-With λ_H = 0 it is td3.py, bit for bit. What differs from the paper and its code: TD errors
-(rewards), importance ratios, windows of new steps that stop with their episode, scale and bound of
-ĝ, γ (0.8), L(μ) in units of Q, falling λ_H, capped gradient. No effect is shown so far
-(benchmark/results/hterm).
+With λ_H = 0 it is td3.py, bit for bit. What differs from the paper and its code (in brackets): g
+sums TD errors (rewards), with importance ratios, at γ = 0.99 (0.8), in windows of new steps that
+stop with their episode; ĝ is scaled and bounded, L(μ) divided by mean|Q|; λ_H falls; the gradient
+of λ_H L_H is capped. No effect has been found in either direction (benchmark/results/hterm).
 """
 
 import copy
@@ -133,7 +133,7 @@ class Agent(nn.Module):
         low, high = torch.tensor(action_space.low), torch.tensor(action_space.high)
         self.register_buffer("action_center", (high + low) / 2)
         self.register_buffer("action_scale", (high - low) / 2)
-        self.register_buffer("mean_square_g", torch.ones(()))  # of g, running
+        self.register_buffer("mean_square_g", torch.ones(()))  # running mean of g²
         self.register_buffer("hterm_coef", torch.tensor(0.0), persistent=False)  # λ_H now
 
     def forward(self, obs: Tensor) -> Tensor:
@@ -241,7 +241,7 @@ def update(agent: Agent, target, optimizers, batch, due, windows, args: Args):
     if windows is not None:
         hterm, sample_size = hamiltonian_term(agent, target, windows, args)
         base = [parameter.grad for parameter in agent.actor.parameters()]  # ∇L without the term
-        agent.actor.zero_grad()
+        agent.actor.zero_grad()  # sets each .grad to None: the tensors in `base` are kept
         (agent.hterm_coef * hterm).backward()
         average_gradients(agent.actor)
         norm = nn.utils.get_total_norm([parameter.grad for parameter in agent.actor.parameters()])

@@ -10,10 +10,11 @@ After ElegantRL-Podracer (Liu et al. 2021, arXiv:2112.05923). No agent waits for
 
     python algos/tournament.py --algos ppo sac --env Hopper --agents 8 --root runs/t1
 
-The agent next in line is continued, unless the generator draws one with as many steps whose score
-is higher by more than the standard error of the gap: a copy of that one replaces it, and the
+The oldest agent that waits is continued, unless the generator draws one with as many steps whose
+score is higher by more than the standard error of the gap: a copy of that one replaces it, and the
 replaced one is never drawn. A copy has other random numbers, and its --perturb hyper-parameters
-(the learning rate) times 0.8 or 1.25; fresh agents begin with 1/2 to 2 times their values.
+(the learning rate) times 0.8 or 1.25. The first agent of each script has the script's values, each
+later fresh one random factors from ½ to 2 of these. Of γ and λ, 1 − γ and 1 − λ are multiplied.
 
 What differs from the paper: scores have errors, and come from episodes that no agent trained on;
 only an agent that is worse by more than the error is replaced; agents are compared at equal steps;
@@ -47,12 +48,12 @@ class Args(PopulationArgs):
 
 
 def compete(population: Population, args: Args) -> None:
-    """The orchestrator: begin what there is room for, wait for one event, again."""
+    """The orchestrator: begin what there is room for, wait for one event, and repeat."""
     segments = args.segments or args.agents * (args.total_steps // population.period)
-    population.expected = segments
+    population.expected = segments  # in all, to estimate the time left
     while population.flights or population.count < segments:
         ended = [x for x in population.agents.values() if x.step >= args.total_steps]
-        agents = args.agents - (0 if args.segments else len(ended))  # the others need theirs
+        agents = args.agents - (0 if args.segments else len(ended))  # how many still need training
         if not agents and not population.flights:
             break  # some segments were longer than asked
         room = min(agents, population.pool.slots(), segments - population.done)
@@ -104,7 +105,7 @@ def no_good(population: Population) -> set[str]:
 
 
 def draw(candidates: list[Agent], args: Args, generator: random.Random) -> Agent | None:
-    """One of the leaderboard's agents, by --strategy; None: a fresh one."""
+    """One of `candidates`, by --strategy; None if there are none, or for the strategy fresh."""
     if not candidates or args.strategy == "fresh":
         return None
     ranked = sorted(candidates, key=lambda agent: (-agent.score, agent.id))

@@ -116,7 +116,7 @@ class Agent(nn.Module):
         """Available actions (..., A, num_actions) bool; in some environments obs ends with them."""
         mask = self.action_mask.expand(*obs.shape[:-1], -1)
         allowed = obs[..., -mask.shape[-1] :] > 0 if self.available_in_obs else mask
-        return mask & (allowed | ~allowed.any(-1, keepdim=True))  # all, if it left: action ignored
+        return mask & (allowed | ~allowed.any(-1, keepdim=True))  # all if it has left (no effect)
 
     def values(self, obs: Tensor) -> Tensor:
         """Q_i of every action (..., A, num_actions), −10⁹ where it is not available."""

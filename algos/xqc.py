@@ -11,14 +11,14 @@ returns z_1 ... z_K: Q_i = Σ_k z_k p_ik. With p' those of the critic whose Q_i(
     python algos/xqc.py --env HalfCheetah
 
 What differs from crossq.py: `critic_loss`, `project`: cross-entropy has a bounded gradient. As
-`BatchNorm` follows each hidden layer, only the direction of weights counts; by `normalize_weights`
-the learning rate alone sets a step's angle: 3e-4 (crossq.py: 1e-3), annealed to a tenth, β₁ 0.9.
-Rewards are divided by σ, the standard deviation of the return; z is −5 to 5; four hidden layers; α
-begins at 0.01, H̄ is −dim(A)/2. Unlike the paper or its code: no target networks, 1 update a step
-(2), critics 256 wide (512), 4 environments, γ = 0.99 (1 − 5/episode length), rewards clipped to
-±10, log σ ≥ −20 (−10), PyTorch's initial weights, of unit norm from the first step on, inputs
-without learned scale and shift, L(α) with log α; the rates of actor and α, too, fall to a tenth (to
-0.7), and the actor's running statistics move at its own updates (at those of the critics).
+`BatchNorm` follows each hidden layer, only the direction of weights counts; `normalize_weights`
+lets the learning rate (3e-4, annealed to a tenth) alone set the angle of a step. Adam's β₁ is 0.9;
+rewards are divided by σ, the standard deviation of the return; z is −5 to 5; four hidden layers; α
+begins at 0.01; H̄ is −dim(A)/2. Unlike the paper or its code (in brackets): no target networks, 1
+update per step (2), critics 256 wide (512), 4 environments, γ = 0.99 (theirs: 1 − 5/T, T steps an
+episode), scaled rewards clipped to ±10, the policy's log σ ≥ −20 (−10), PyTorch's initial weights
+(norm 1 after an update), inputs without learned scale and shift, L(α) with log α; the rates of
+actor and α fall to 0.1 (0.7) of the first; the actor's statistics move at its updates (critics').
 """
 
 import math
@@ -54,7 +54,7 @@ class Args(TransitionArgs):
     utd_ratio: float = 1.0
     """updates of the critics per transition collected"""
     policy_delay: int = 3
-    """updates of the critics per update of the actor"""
+    """updates of the critics per update of actor and temperature"""
     batch_size: int = 256
     """transitions of one gradient step"""
     buffer_size: int = 1_000_000
@@ -80,7 +80,7 @@ TUNED = {
 
 
 class BatchNorm(nn.BatchNorm1d):
-    """While training by the statistics of all learners' batches, otherwise by running ones."""
+    """Batch normalisation; while training, with the statistics of all learners' batches."""
 
     def forward(self, x: Tensor) -> Tensor:  # (B, features)
         if not self.training:
@@ -93,7 +93,7 @@ class BatchNorm(nn.BatchNorm1d):
 
 
 def mlp(inputs: int, hidden: int, outputs: int) -> nn.Sequential:
-    layers = [BatchNorm(inputs, 1e-3, 0.01, affine=False)]  # the next BatchNorm would undo a shift
+    layers = [BatchNorm(inputs, eps=1e-3, momentum=0.01, affine=False)]  # no learned scale, shift
     for size in (inputs, hidden, hidden, hidden):
         layers += [nn.Linear(size, hidden, bias=False), BatchNorm(hidden, 1e-3, 0.01), nn.ReLU()]
     return nn.Sequential(*layers, nn.Linear(hidden, outputs))
@@ -188,15 +188,15 @@ def collect(agent: Agent, envs: vec_envs.VecEnv, rollout: dict[str, Tensor]) -> 
 
 
 def project(returns: Tensor, p: Tensor, bins: Tensor) -> Tensor:
-    """p of `returns`, both (B, K), given to the two bins around each, so that its mean stays."""
+    """The p of each return, both (B, K), shared by the two bins around it: the mean is the same."""
     place = (returns.clamp(bins[0], bins[-1]) - bins[0]) / (bins[-1] - bins[0]) * (len(bins) - 1)
-    lower = place.long().clamp(0, len(bins) - 2)  # lower + 1 exists, even of a NaN
+    lower = place.long().clamp(0, len(bins) - 2)  # lower + 1 is a valid index, even if place is NaN
     m = torch.zeros_like(p).scatter_add_(1, lower, p * (lower + 1 - place))
     return m.scatter_add_(1, lower + 1, p * (place - lower))
 
 
 def critic_loss(agent: Agent, batch: dict) -> tuple[Tensor, Tensor]:
-    """Σ_i E[ − w Σ_j m_j log p_ij(s, a) ] with importance weights w, and max_i |Q_i − y| (B,)."""
+    """Σ_i E[ −w Σ_j m_j log p_ij(s, a) ], importance weights w; max_i |Q_i − Σ_j m_j z_j| (B,)."""
     with torch.no_grad():
         next_action, next_log_prob = agent.actor.sample(batch["next_obs"])
     obs = torch.cat((batch["obs"], batch["next_obs"]))  # (2 B, obs_dim)
@@ -232,7 +232,7 @@ def temperature_loss(agent: Agent, log_prob: Tensor) -> Tensor:
 
 
 def update(agent: Agent, optimizers, batch: dict, due: bool, args: Args):
-    """One step of critics and, if `due`, of the actor -> what to log, the TD errors (B,)."""
+    """One step of critics; if `due`, of actor and temperature -> what to log, TD errors (B,)."""
     critic_optimizer, actor_optimizer = optimizers
     q_loss, td_error = critic_loss(agent, batch)
     critic_optimizer.zero_grad()

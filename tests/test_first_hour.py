@@ -161,7 +161,7 @@ def test_a_clone_that_uses_another_one_says_so(tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(sys, "argv", [str(folder / "dqn.py"), "--env", "CartPole"])
         parse(dqn.Args, dqn.TUNED)
         said = f"the script uses {ROOT}/algos/worker_learner, not the folder beside it"
-        assert (said in capsys.readouterr().out) == warned
+        assert (said in capsys.readouterr().err) == warned
 
 
 def test_the_file_of_a_policy_stands_for_its_folder():

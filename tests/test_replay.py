@@ -264,6 +264,21 @@ def test_without_save_replay_nothing_is_saved_and_a_resumed_run_says_so(capsys):
     assert "--no-save-replay" in capsys.readouterr().out
 
 
+def test_a_full_buffer_does_not_become_larger():
+    """Its oldest row would not stand where the new, empty rows begin."""
+    stream, saved = Stream(), {}
+    for rollouts in (1, 6):  # of 2 · 3 transitions, in a buffer of 24
+        replay = ReplayBuffer(fake_run(), stream.empty(), 24)
+        for _ in range(rollouts):
+            replay.add(stream.next())
+        saved[rollouts] = replay.state_dict()
+    ReplayBuffer(fake_run(), stream.empty(), 24).load_state_dict(saved[6])
+    larger = ReplayBuffer(fake_run(), stream.empty(), 48)
+    larger.load_state_dict(saved[1])
+    with pytest.raises(ValueError, match="--buffer-size is larger than before"):
+        larger.load_state_dict(saved[6])
+
+
 def test_a_batch_is_no_larger_than_the_buffer():
     args = sac.Args(batch_size=300, buffer_size=256, run_dir="run")
     with pytest.raises(UserError, match="--batch-size is 300; allowed is at most --buffer-size"):

@@ -935,6 +935,22 @@ def test_a_learner_killed_ahead_of_learner_0_keeps_what_both_have(tmp_path):
     assert files.read_checkpoint(path, {"step": 100, "world_size": 3}) is None
 
 
+def test_a_checkpoint_that_cannot_be_read_is_not_replaced(tmp_path, monkeypatch):
+    """A colleague's, or one on a drive that fails: it may be intact."""
+    paths = [tmp_path / name for name in ("checkpoint.pt", "checkpoint.prev.pt")]
+    for path in paths:
+        torch.save({"run": {}}, path)
+    before = [path.read_bytes() for path in paths]
+
+    def refused(path, flags):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(files.os, "open", refused)
+    with pytest.raises(PermissionError):
+        files.read_checkpoint(paths[0])
+    assert [path.read_bytes() for path in paths] == before
+
+
 def test_any_flipped_byte_is_noticed_or_harmless(stopped, tmp_path):
     path = tmp_path / "checkpoint.pt"
     content, good = (stopped.dir / "checkpoint.pt").read_bytes(), load(stopped.dir)
@@ -1277,7 +1293,7 @@ def test_the_speed_is_that_after_the_first_update(monkeypatch):
 def test_a_torn_line_is_not_drawn(tmp_path):
     """As a full disk leaves it."""
     for torn in ("", "128,2.", "128,2.5,charts/episodic_return,"):
-        rows = f"step,seconds,tag,value\n64,1.5,charts/episodic_return,7\n{torn}"
+        rows = f"step,seconds,tag,value\n64,1.5,charts/episodic_return,7\n64,1.5,a b,3\n{torn}"
         (tmp_path / "metrics.csv").write_text(rows)
         files.plot(tmp_path, "torn")
 

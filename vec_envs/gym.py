@@ -47,7 +47,7 @@ INSTALL = {
 class Outside:
     """What `GymEnv` and `MultiAgentGymEnv` have in common: the environments are not ours.
 
-    Each of `_envs` has `reset(seed, options)`, `step(action)` -> reward (or one an agent),
+    Each of `_envs` has `reset(seed, options)`, `step(action)` -> reward (or one per agent),
     terminated, truncated, and `env`, the environment itself; `success` of the last step is None
     where the env does not say it.
     """
@@ -232,7 +232,7 @@ def one_choice(space: gymnasium.Space) -> Box | Discrete:
 
 
 def maker(name: str, options: dict[str, Any]) -> Callable[[], gymnasium.Env]:
-    """A function that makes one env; ValueError, of both, in one sentence."""
+    """A function that makes one env. Both raise ValueError with one sentence."""
     package, _, id = name.rpartition(":")
     if package:
         try:

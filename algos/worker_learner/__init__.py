@@ -8,7 +8,7 @@
         makes the environments, here or in --num-workers processes
     agent = Agent(workers.observation_space, workers.action_space, args).to(run.device)
     rollout = workers.start(agent, args.num_steps)
-        starts the processes; `rollout` has tensors (num_steps, num_envs, ...), which are still 0
+        starts the processes; `rollout` has tensors (num_steps, num_envs, ...), to be filled
     replay = ReplayBuffer(run, rollout, args.buffer_size)    # where the algorithm has one
     learn = run.compile(update)                # the same function, compiled as --compile says
     step = run.start(agent=agent, optimizer=optimizer, workers=workers)
@@ -20,7 +20,7 @@
         run.log_episodes(step, rollout)        # returns of the episodes that ended
         run.log(step, losses)                  # metrics.csv and TensorBoard; UserError at NaN
         run.evaluate(step)                     # if due, in the evaluator's process
-        run.checkpoint(step)                   # if due, at --pause-at, at Ctrl-C or SIGTERM
+        run.checkpoint(step)                   # after `evaluate`; if due, paused or stopped
     return run.finish(step)                    # the last save and evaluation, a summary
 
 `agent` is an `nn.Module` whose `forward` is the deterministic policy: raw observation in, action of

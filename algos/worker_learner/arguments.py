@@ -35,7 +35,7 @@ class UserError(Exception):
 class RunArgs:
     """The arguments that all scripts share; those that are typed most often come first."""
 
-    typed = ()  # its words, where there is one
+    typed = ()  # the words of the command line, if the arguments come from one
     env: str = "Ant"
     """environment: a name of vec_envs, a Gymnasium id, or package:Id-v0 (,option=value ...)"""
     total_steps: int = 1_000_000
@@ -149,7 +149,7 @@ def resolve(args: RunArgs, script: str, limits: dict[str, tuple]) -> RunArgs:
     if (size := getattr(args, "batch_size", 0)) > getattr(args, "buffer_size", size):
         raise UserError(f"--batch-size is {size}; allowed is at most --buffer-size, which is less")
     if args.device not in ("cpu", "auto") and not gpu:
-        raise UserError(f"--device is {args.device}, but torch finds no CUDA device; use cpu")
+        raise UserError("--device is cuda, but torch finds none; use cpu, on --resume in args.json")
     if args.device == "auto":
         args.device = "cuda" if gpu else "cpu"
     if not args.num_envs:
@@ -203,7 +203,7 @@ def learners_share(args: RunArgs, rank: int, learners: int, limits: dict[str, tu
 
 def saved_args(given: RunArgs, script: str) -> RunArgs:
     """The arguments in the folder given.resume; --pause-at and --total-steps may be given anew."""
-    if not (path := Path(given.resume) / "args.json").exists():
+    if not os.path.exists(path := Path(given.resume) / "args.json"):
         raise UserError(f"--resume {given.resume}: there is no run in this folder (no {path.name})")
     try:
         content = json.loads(path.read_text())
@@ -248,7 +248,8 @@ def read_flags(args_class: type, words: list[str], **options: Any) -> Any:
     """tyro.cli, where a whole number may be typed as 2.5e6, too."""
     used, beside = Path(__file__).parent, Path(sys.argv[0]).resolve().with_name("worker_learner")
     if beside.is_dir() and beside != used.resolve():  # of another clone, which is installed
-        warn(f"the script uses {used}, not the folder beside it; PYTHONPATH=. would change that.")
+        text = f"the script uses {used}, not the folder beside it; PYTHONPATH=. would change that."
+        print(f"Warning: {text}", file=sys.stderr)  # `play.py --json` prints nothing else
     whole = {flag(field.name) for field in dataclasses.fields(args_class) if field.type is int}
 
     def plain(before: str, word: str) -> str:

@@ -77,7 +77,7 @@ def choose_threads(args: Any) -> int:
     width = max(getattr(args, name, 0) for name in ("hidden_size", "critic_hidden_size"))
     if args.torch_threads or width < WIDE or cores < 2:
         return args.torch_threads or 1
-    return cores if any(gain(cores) > 1.4 for _ in range(3)) else 1  # nothing corrects too few
+    return cores if any(gain(cores) > 1.4 for _ in range(3)) else 1  # too many are corrected later
 
 
 def gain(threads: int) -> float:
@@ -114,7 +114,7 @@ def prepare(args: Any, world_size: int) -> None:
         if index >= count:
             raise UserError(f"--nproc-per-node is more than the {count} GPUs of this machine")
         torch.cuda.set_device(index)
-    if args.compile == "graphs":  # on the first stream nothing can be recorded, nor beside it
+    if args.compile == "graphs":  # CUDA cannot record on its default stream
         torch.cuda.set_stream(torch.cuda.Stream())
     torch.set_num_threads(args.torch_threads)
     torch.set_flush_denormal(True)  # Adam's moments of dead units; such small numbers are slow
@@ -240,7 +240,8 @@ def compiled(update: Callable, args: Any) -> Callable:
             args.compile, error = "none", error.__cause__ or error
             places = re.findall(r'File "(.*?)", (line \d+)', str(error))
             where = " (" + ", ".join(places[-1]) + ")" if places else ""
-            tell(f"From here on not compiled: {str(error).strip().splitlines()[0]}{where}")
+            why = (str(error).strip() or repr(error)).splitlines()[0]
+            tell(f"From here on not compiled: {why}{where}")
             return update(*inputs)
 
     return learn

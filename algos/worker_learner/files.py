@@ -4,7 +4,6 @@ import contextlib
 import copy
 import fcntl
 import io
-import json
 import os
 import pickle
 import re
@@ -109,7 +108,7 @@ def plot(folder: Path, title: str) -> None:
     axes = figure.Figure(figsize=(7, 4)).subplots()
     axes.xaxis.set_major_formatter(ticker.EngFormatter())
     text, _, _torn = (folder / "metrics.csv").read_text().rpartition("\n")
-    rows = [line.split(",") for line in text.split()]
+    rows = [line.split(",") for line in text.split("\n")]
     for tag, style, label in (
         ("charts/episodic_return", "-", "training, with exploration"),
         ("eval/episodic_return", ".-", "evaluation, deterministic"),
@@ -130,7 +129,7 @@ def quietly(what: str, function: Callable, *arguments: Any, **options: Any) -> b
     except OSError as error:
         if what not in _WARNED:
             _WARNED.add(what)
-            warn(f"{what} could not be written ({error}); training goes on.")
+            warn(f"{what} could not be written ({error}); the run goes on.")
         return False
 
 
@@ -166,11 +165,6 @@ def check_loadable(state: dict[str, Any]) -> None:
             raise UserError(f"run.start: {found}; {allowed}") from None
 
 
-def times_resumed(folder: Path) -> int:
-    """How many times the run in it was resumed."""
-    return json.loads((folder / "args.json").read_text()).get("resumed", 0)
-
-
 def load_checked(path: Path) -> tuple[Any, str]:
     """The content of a .pt file, or None and what is wrong with it.
 
@@ -196,6 +190,7 @@ def read_checkpoint(path: Path, now: dict[str, Any] | None = None) -> dict[str, 
     for name in (path, path.with_suffix(".prev.pt")):
         if not name.exists():
             continue
+        os.close(os.open(name, os.O_RDONLY))  # OSError: what cannot be read is not damaged
         content, wrong = load_checked(name)
         if content and "run" not in content:
             wrong = "a file of another kind"

@@ -56,7 +56,7 @@ def mean_over_learners(x: Tensor) -> Tensor:
 
 
 class _MeanOverLearners(torch.autograd.Function):  # torch's own all_reduce is deprecated
-    """m = 1/N Σ_i x_i, where the whole loss is a mean, 1/N Σ_j L_j(m): so is then its gradient."""
+    """m = 1/N Σ_i x_i; ∂(Σ_j L_j)/∂x_i = 1/N Σ_j ∂L_j/∂m is a mean over the learners, too."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ class _MeanOverLearners(torch.autograd.Function):  # torch's own all_reduce is d
 
 def var_mean_over_learners(x: Tensor, dim: int | None = None) -> tuple[Tensor, Tensor]:
     """torch.var_mean(x, dim, correction=0) of the union of all learners' x, all of one shape."""
-    mean = x.mean(dim, keepdim=True)  # by which the derivative of var is 0
+    mean = x.mean(dim, keepdim=True)  # detached below, as ∂var/∂mean is 0
     var = (x - mean.detach()).square().mean(dim=dim)  # torch.var_mean is slow on a CPU
     mean = mean.view_as(var)
     if world_size() == 1:

@@ -78,7 +78,7 @@ class ReplayBuffer:
     def end_episodes(self) -> None:
         """What is added next does not follow what is here, as if all episodes were truncated."""
         done = self.data["done"].view(self.capacity_rows, self.num_envs, -1)
-        done[self.position - 1, :, -1] = True  # of a sequence its last step
+        done[self.position - 1, :, -1] = True  # of a stored sequence, the last step
 
     def sample(self, batch_size: int) -> dict[str, Tensor]:
         """B transitions: what the rollout has of each, and discount, index, weight, all (B, ...).
@@ -164,6 +164,8 @@ class ReplayBuffer:
         if not state:
             tell("Not exact: the replay buffer was not saved (--no-save-replay); it starts empty.")
             return
+        if state["position"] != state["rows"] < self.capacity_rows:  # full, and in a larger one
+            raise ValueError("--buffer-size is larger than before")
         for name, tensor in state["data"].items():
             self.data[name][: len(tensor)] = tensor
         self.position, self.rows = state["position"], state["rows"]

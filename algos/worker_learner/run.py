@@ -27,7 +27,7 @@ from algos.worker_learner.workers import Evaluator, compare_returns, die_with_pa
 PAUSED = 3  # exit status at --pause-at; 0: done, 1: failed, 2: wrong flags, 128 + n: signal n
 CHECKPOINT_SECONDS = 600  # after which a slow run is saved before --checkpoint-every says so
 OWN = "step", "seconds", "best_return", "last_return", "training_return"  # saved of a Run
-BEFORE = threading.local()  # .at_end: that of the run before in this thread, which may have raised
+BEFORE = threading.local()  # .at_end: of this thread's last run, closed late if that raised
 PUT_RANDOM = torch.set_rng_state, torch.cuda.set_rng_state
 
 
@@ -82,8 +82,8 @@ class Run:
     def start(self, agent: nn.Module, workers: Any, **state: Any) -> int:
         """Say what runs where; after --resume put the saved state back. Returns the step to go on.
 
-        All have `state_dict` (tensors, numbers, text, lists, dicts) and `load_state_dict`, and are
-        all that the future of the run depends on, besides torch's random generators.
+        Each argument has `load_state_dict` and `state_dict` (tensors, numbers, text, lists, dicts;
+        a module: tensors only). What none of them holds is lost, but for torch's random generators.
         """
         self._state, args = {"agent": agent, "workers": workers, **state}, self.args
         if not engine.fits(args.compile, state):
@@ -93,12 +93,13 @@ class Run:
             if self.rank == 0:
                 files.lock(self.dir)  # who still trains there may save once more
                 self.at_end.callback(files.unlock, self.dir)
-            self._times = files.times_resumed(self.dir) + 1 if self.resumed else 0
+            before = json.loads((self.dir / "args.json").read_text()) if self.resumed else {}
+            self._times = self.resumed + (before.get("resumed") or 0)  # how often it was resumed
             pending = self._load_state()
             files.check_loadable({} if self.resumed else self._state)
             self.at_end.callback(engine.watch_optimizers(self._state.values()))
             if self.step and not workers.go_on:
-                where = "a VecEnv's, in one process on a CPU, with the same number of learners,"
+                where = "those of a VecEnv on a CPU, without workers, with as many learners again,"
                 tell(f"Not exact: environments start new episodes; only {where} can be restored.")
                 workers.start_anew(self.step + self._times)  # each time other ones
                 self.end_episodes()
@@ -131,7 +132,7 @@ class Run:
         return self.step
 
     def compile(self, update: Callable) -> Callable:
-        """`update` as one graph, where --compile says so; tensors may change, attributes may not.
+        """`update` as one graph, where --compile says so: no keyword arguments, fixed attributes.
 
         Each combination of arguments that are no tensors, as `due`, has a graph of its own.
         """
@@ -186,7 +187,7 @@ class Run:
 
     def evaluate(self, step: int) -> None:
         """Hand the present policy to the evaluator if one is due; log what it has found by now."""
-        every = self.args.eval_every  # self.step: that of the iteration before
+        every = self.args.eval_every  # self.step is still the last iteration's, until `checkpoint`
         due = every and step // every > self.step // every and step < self.args.total_steps
         if due and self.rank == 0:
             self._evaluator.submit(step, snapshot(self._state["agent"]))
@@ -380,7 +381,7 @@ class Run:
             if now:
                 torch.manual_seed(self.args.seed + self.step)
                 why = f"{now['world_size']} learner(s) saved, now there are {self.world_size}"
-                tell(f"Not exact: {why}, or a file is missing. Replay buffers start empty.")
+                tell(f"Not exact: {why}, or files do not match. Replay buffers start empty.")
             return saved["pending_evaluations"] if saved and self.rank == 0 else []
         self._put_back(self._state, saved, saved["run"])
         return saved.get("pending_evaluations", [])
@@ -396,5 +397,4 @@ class Run:
         except (RuntimeError, LookupError, ValueError, TypeError) as error:
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
             misfit = f"{self._file.name} does not fit args.json and {self.script}.py"
-            misfit = f"{misfit} ({name}: {reason})"
-            raise UserError(f"--resume {self.dir}: {misfit}") from None
+            raise UserError(f"--resume {self.dir}: {misfit} ({name}: {reason})") from None

@@ -7,7 +7,7 @@ What runs them, `Here` or a `Cluster`, has these functions:
 
     slots()                 how many segments there is room for at this moment
     start(name, commands)   begin one
-    wait(seconds)           {name: exit status} of those that ended; after the first one, or in time
+    wait(seconds)           {name: exit status} of what ended; waits for one, at most so long
     stop(name)              end one at once; wait() does not report it
     close(gently)           end all; gently: by SIGTERM first, at which a run saves a checkpoint
 """
@@ -34,8 +34,8 @@ Commands = list[tuple[list[str], str]]
 
 
 def launch(words: list[str], output: str, **variables: str) -> subprocess.Popen:
-    """Start a command, which dies with this thread; a file `host` beside its output says where."""
-    guard = []  # and if this process is gone before it can be: it does not begin
+    """Start a command that dies with this thread; write the host name to `host` beside `output`."""
+    guard = []  # the command does not begin if this process has ended already
     if shutil.which("setpriv"):
         alone = ["sh", "-c", '[ "$PPID" -eq "$0" ] && exec "$@"', str(os.getpid())]
         guard = ["setpriv", "--pdeathsig", "KILL", *alone]

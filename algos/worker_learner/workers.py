@@ -96,8 +96,8 @@ class Child:
 
 
 def _child_main(function: Callable, pipe: Connection, *arguments: Any) -> None:
-    die_with_parent()  # the server of children, which ends with the run
-    os.close(forkserver._forkserver._forkserver_alive_fd)  # and not only after this process
+    die_with_parent()  # the fork server is the parent; it ends with the run
+    os.close(forkserver._forkserver._forkserver_alive_fd)  # lest this copy keep it alive
     if distributed.is_torchelastic_launched():  # its signals are for the learner to answer
         os.setpgrp()
     unblock_signals()
@@ -140,7 +140,7 @@ class Workers:
     lie in shared memory; `agent` there is a copy that is refreshed before each collection. With
     `ahead`, for off-policy learners, they collect the next rollout while the learner learns, by the
     agent (weights, warm-up) of one iteration before. `actions`: those that the script supports,
-    "any", "bounded" (continuous) or "discrete". `multi_agent`: with an axis of agents, the third.
+    "any", "bounded" (continuous) or "discrete". `multi_agent`: the third axis is that of agents.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class Workers:
 
         Its tensors are (num_steps, num_envs, ...): obs, action, reward, next_obs (the true
         one, at an episode's end not the reset's), terminated, done (terminated or truncated),
-        episode_return, episode_length, and those in `extra`, by the shape of one entry.
+        episode_return, episode_length, and those in `extra`: name=(shape of one entry), float32.
         """
         args, device, self._agent = self.args, self._run.device, agent
         agents = () if self.envs.num_agents is None else (self.envs.num_agents,)
@@ -353,7 +353,7 @@ def _evaluator_main(pipe, restarts, agent, args) -> None:
 
 @torch.no_grad()
 def score(agent: nn.Module, envs: vec_envs.VecEnv, seed: int) -> tuple[dict[str, float], list]:
-    """Play one episode in each env -> means (also of agents that differ), and all returns."""
+    """Play one episode in each env -> means (of each agent too, if rewards differ), returns."""
     obs, _ = envs.reset(seed=seed)
     running, paid, last = torch.ones(envs.num_envs, dtype=torch.bool), 0.0, {}
     for _ in range(min(envs.max_episode_steps, LONGEST_EVALUATION)):
