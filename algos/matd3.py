@@ -10,7 +10,7 @@ target actions, and none on discrete ones (these are drawn, as in maddpg.py),
     python algos/matd3.py --env SpreadContinuous
 
 What differs from maddpg.py: `Critics`, the noise in `critic_loss`, and in `update` the delay of
-actors and target networks (`policy_delay`). What differs from the paper: what maddpg.py lists.
+actors and targets (`policy_delay`). From the paper: what maddpg.py lists; discrete ã has no noise.
 """
 
 import copy

@@ -7,7 +7,7 @@
     python algos/play.py RUN_DIR --export policy.pt2    for programs that have only torch
     python algos/play.py RUN1 RUN2 RUN3                 several policies as one, in all uses above
 
-best.pt and last.pt contain weights, arguments and the script's name; it must lie beside this file.
+best.pt and last.pt have weights, arguments and the name of a script, which lies beside this file.
 """
 
 import contextlib
