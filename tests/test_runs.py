@@ -779,7 +779,7 @@ def test_a_second_process_in_a_run_folder_is_refused(tmp_path):
     wait_for_pause(run)
     before = (run.dir / "metrics.csv").read_bytes()
     second = finish(resume(run.dir), 1)
-    assert f"another process is training in {run.dir}; " in second.err
+    assert f"another run is training in {run.dir}; " in second.err
     third = resume(run.dir)
     wait_for(lambda: has_open(third, run.dir), what="the third process", run=third)
     kill(third, signal.SIGINT)
@@ -806,19 +806,20 @@ def test_who_resumes_waits_for_the_last_checkpoint_of_who_still_trains(tmp_path)
     assert "Resumed at step 7040 in" in finish(second).out
 
 
-def test_a_run_that_raised_does_not_lock_its_folder(tmp_path, monkeypatch):
-    """Not for the same process; and for others not where it was refused, as this one is."""
+def test_a_folder_is_of_one_run_also_within_a_process(tmp_path, monkeypatch):
+    """Until it ends, however it ends: the last one here is refused."""
     monkeypatch.setattr(files, "LOCK_SECONDS", 0)
     (tmp_path / "args.json").touch()
-    files.lock(tmp_path)
-    code = f"""
-import sys, pathlib; from algos.worker_learner import files
-files.LOCK_SECONDS = 0; files.lock(pathlib.Path({str(tmp_path)!r}))"""
-    command = [sys.executable, "-c", code]
-    assert subprocess.run(command, cwd=ROOT, capture_output=True).returncode == 1
+    args = ppo.Args(env="CartPole", num_envs=2, device="cpu", run_dir=str(tmp_path))
+    held = files.lock(tmp_path)  # by a run in another thread
+    with pytest.raises(UserError, match="another run is training in"):
+        ppo.train(args)
+    with pytest.raises(UserError, match="another run is training in"):  # still
+        files.lock(tmp_path)
+    held.close()
     with pytest.raises(UserError, match="holds a run already"):
-        ppo.train(ppo.Args(env="CartPole", num_envs=2, device="cpu", run_dir=str(tmp_path)))
-    assert subprocess.run(command, cwd=ROOT).returncode == 0
+        ppo.train(args)
+    files.lock(tmp_path).close()
 
 
 def test_a_flag_counts_on_resume_even_if_it_is_the_default(tmp_path):

@@ -71,7 +71,7 @@ class Population:
         for name in FOLDERS:
             (self.root / name).mkdir(parents=True, exist_ok=True)
         try:
-            files.lock(self.root)
+            self._locked = files.lock(self.root)
         except UserError:
             raise UserError(f"--root {self.root}: another process works in it") from None
         self._check_settings()
@@ -346,7 +346,7 @@ class Population:
     def close(self, gently: bool = False) -> None:
         self.pool.close(gently)
         self.journal.close()
-        files.unlock(self.root)
+        self._locked.close()
 
 
 def run(population: Population, train: Callable[[Population, Any], None]) -> None:

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from algos.worker_learner.arguments import UserError, warn
 
 LOCK_SECONDS = 5  # that a killed run may take to let go of its folder
-_LOCKS: dict[Path, int] = {}  # folders in which this process trains -> the handle with the lock
 _WARNED: set[str] = set()  # what could not be written the last time
 
 
@@ -31,30 +30,22 @@ def check_unused(folder: Path) -> None:
         raise UserError(f"--run-dir {folder} holds a run already; {advice}")
 
 
-def lock(folder: Path) -> None:
-    """UserError while another process trains in the folder. A lock ends with its process."""
-    if folder.resolve() in _LOCKS:  # by a run of this process that raised
-        return
-    handle = os.open(folder, os.O_RDONLY)
+def lock(folder: Path) -> contextlib.ExitStack:
+    """UserError while another run trains in the folder; `close()` what it returns to let go."""
+    handle, held = os.open(folder, os.O_RDONLY), contextlib.ExitStack()
+    held.callback(os.close, handle)
     for _ in range(10 * LOCK_SECONDS + 1):
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            held.callback(fcntl.flock, handle, fcntl.LOCK_UN)  # a forked child has the handle, too
         except BlockingIOError:
             time.sleep(0.1)
             continue
         except OSError:  # a file system without locks
             pass
-        _LOCKS[folder.resolve()] = handle
-        return
-    os.close(handle)
-    raise UserError(f"another process is training in {folder}; choose another --run-dir")
-
-
-def unlock(folder: Path) -> None:
-    if (handle := _LOCKS.pop(folder.resolve(), None)) is not None:
-        with contextlib.suppress(OSError):  # not by os.close alone: a forked child has it too
-            fcntl.flock(handle, fcntl.LOCK_UN)
-        os.close(handle)
+        return held
+    held.close()
+    raise UserError(f"another run is training in {folder}; choose another --run-dir")
 
 
 class Log:

@@ -91,8 +91,7 @@ class Run:
         try:
             self.dir.mkdir(parents=True, exist_ok=True)
             if self.rank == 0:
-                files.lock(self.dir)  # who still trains there may save once more
-                self.at_end.callback(files.unlock, self.dir)
+                self.at_end.enter_context(files.lock(self.dir))  # who trains there may save again
             before = json.loads((self.dir / "args.json").read_text()) if self.resumed else {}
             self._times = self.resumed + (before.get("resumed") or 0)  # how often it was resumed
             pending = self._load_state()
