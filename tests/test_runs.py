@@ -811,15 +811,15 @@ def test_a_folder_is_of_one_run_also_within_a_process(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "LOCK_SECONDS", 0)
     (tmp_path / "args.json").touch()
     args = ppo.Args(env="CartPole", num_envs=2, device="cpu", run_dir=str(tmp_path))
-    held = files.lock(tmp_path)  # by a run in another thread
+    held = files.lock(tmp_path, "busy")  # by a run in another thread
     with pytest.raises(UserError, match="another run is training in"):
         ppo.train(args)
-    with pytest.raises(UserError, match="another run is training in"):  # still
-        files.lock(tmp_path)
+    with pytest.raises(UserError, match="busy"):  # still
+        files.lock(tmp_path, "busy")
     held.close()
     with pytest.raises(UserError, match="holds a run already"):
         ppo.train(args)
-    files.lock(tmp_path).close()
+    files.lock(tmp_path, "busy").close()
 
 
 def test_a_flag_counts_on_resume_even_if_it_is_the_default(tmp_path):

@@ -50,10 +50,12 @@ class Population:
         self.commit = agents.commit()
         self._trained: dict[str, set[str]] = {}  # the parts of an agent that have ended
         self._restarts: dict[str, int] = {}
+        self._locked = contextlib.ExitStack()
         try:
             self._open()
-        except OSError as error:
-            raise self.cannot_write(error) from None
+        except BaseException as error:
+            self._locked.close()
+            raise self.cannot_write(error) if isinstance(error, OSError) else error from None
         names = {*self.agents, *self.flights, *(line.get("id", "") for line in self.journal.lines)}
         self.count = max((int(x) + 1 for x in names if x.isdigit()), default=0)  # segments begun
         self.expected = 0  # segments in all, which a program says for the time left
@@ -70,10 +72,7 @@ class Population:
                 raise UserError(f"--root {self.root} has {what}; name another")
         for name in FOLDERS:
             (self.root / name).mkdir(parents=True, exist_ok=True)
-        try:
-            self._locked = files.lock(self.root)
-        except UserError:
-            raise UserError(f"--root {self.root}: another process works in it") from None
+        self._locked = files.lock(self.root, f"--root {self.root}: another process works in it")
         self._check_settings()
         self.journal = Journal(self.root / "journal.jsonl")
         corrupt = {line["id"] for line in self.journal.of("corrupt")}

@@ -30,8 +30,8 @@ def check_unused(folder: Path) -> None:
         raise UserError(f"--run-dir {folder} holds a run already; {advice}")
 
 
-def lock(folder: Path) -> contextlib.ExitStack:
-    """UserError while another run trains in the folder; `close()` what it returns to let go."""
+def lock(folder: Path, busy: str) -> contextlib.ExitStack:
+    """UserError(busy) while another run has the folder; `close()` what it returns to let go."""
     handle, held = os.open(folder, os.O_RDONLY), contextlib.ExitStack()
     held.callback(os.close, handle)
     for _ in range(10 * LOCK_SECONDS + 1):
@@ -45,7 +45,7 @@ def lock(folder: Path) -> contextlib.ExitStack:
             pass
         return held
     held.close()
-    raise UserError(f"another run is training in {folder}; choose another --run-dir")
+    raise UserError(busy)
 
 
 class Log:

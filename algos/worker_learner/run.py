@@ -91,7 +91,8 @@ class Run:
         try:
             self.dir.mkdir(parents=True, exist_ok=True)
             if self.rank == 0:
-                self.at_end.enter_context(files.lock(self.dir))  # who trains there may save again
+                busy = f"another run is training in {self.dir}; choose another --run-dir"
+                self.at_end.enter_context(files.lock(self.dir, busy))  # who trains may save again
             before = json.loads((self.dir / "args.json").read_text()) if self.resumed else {}
             self._times = self.resumed + (before.get("resumed") or 0)  # how often it was resumed
             pending = self._load_state()
