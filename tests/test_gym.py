@@ -13,7 +13,7 @@ from gymnasium.spaces import Box, Discrete
 from algos.worker_learner.workers import score
 from vec_envs import make
 from vec_envs.core import ContractError, env_seeds
-from vec_envs.gym import INSTALL, NO_TIME_LIMIT, GymEnv, number
+from vec_envs.gym import INSTALL, NO_TIME_LIMIT, GymEnv, flag, number
 
 PACKAGE = '''
 import gymnasium
@@ -312,6 +312,16 @@ def sloppy():
 def test_a_reward_that_is_not_a_number_is_an_error(reward):
     with pytest.raises(ContractError, match=r"reward is .*; it must be one number"):
         number(reward)
+
+
+def test_an_end_may_stand_in_an_array_but_must_be_one():
+    """`bool([False])` is true."""
+    for kind in (bool, int, np.bool_, torch.tensor, lambda x: [x], lambda x: np.array([[x]])):
+        assert flag(kind(True)) is True and flag(kind(False)) is False
+    assert flag(None) is False
+    for several in ([False, False], np.zeros(2), "False", {}, ()):
+        with pytest.raises(ContractError, match=r"terminated or truncated is .*, not one bool"):
+            flag(several)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

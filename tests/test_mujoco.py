@@ -1,6 +1,8 @@
 """The MuJoCo environments against Gymnasium's own, step by step, and how they break."""
 
 import contextlib
+import multiprocessing
+import re
 import threading
 import time
 from types import SimpleNamespace
@@ -292,6 +294,26 @@ def test_a_model_of_ones_own(place, tmp_path, monkeypatch):
     else:
         model = gymnasium.make("Hopper-v5", xml_file=place).unwrapped.model
         assert make("Hopper", 1, xml_file=place).model.nq == model.nq
+
+
+def test_a_model_whose_actions_have_no_bounds_is_refused(tmp_path):
+    text = (ASSETS / "hopper.xml").read_text()
+    free = re.sub(r'ctrl(limited|range)="[^"]*"', "", text)
+    (tmp_path / "free.xml").write_text(free)
+    with pytest.raises(ValueError, match=r"Hopper: give each actuator of .*free\.xml a ctrlrange"):
+        make("Hopper", 1, xml_file=str(tmp_path / "free.xml"))
+
+
+def test_a_forked_process_steps_on():
+    """In it there are no threads but one."""
+    env = make("Hopper", 4, env_threads=2)
+    env.reset()
+    child = multiprocessing.get_context("fork").Process(target=env.step, args=(torch.zeros(4, 3),))
+    child.start()
+    child.join(30)
+    child.kill()
+    assert child.exitcode == 0
+    env.step(torch.zeros(4, 3))
 
 
 def test_warp_restarts_only_the_masked():

@@ -12,13 +12,14 @@ from pathlib import Path
 import gymnasium
 import pytest
 import torch
+from gymnasium.spaces import Box, Discrete
 
 import vec_envs
 from algos import a2c, mappo, ppo, qmix, vdn
 from algos.worker_learner import UserError
 from algos.worker_learner.arguments import say_in_one_sentence
 from vec_envs import make
-from vec_envs.core import ContractError
+from vec_envs.core import ContractError, MultiAgentVecEnv
 
 ROOT = Path(__file__).parent.parent
 NOBODY = torch.zeros(4, dtype=torch.bool)
@@ -77,7 +78,7 @@ class NoDevice(Guess):
 
 
 class Bug(Guess):
-    def __init__(self, num_envs, device="cpu", seed=0):
+    def __init__(self, num_envs, device="cpu", seed=0, worth=1.0):
         None + 1
 '''
 
@@ -99,9 +100,10 @@ def test_a_vec_env_of_ones_own(mine):
     assert not vec_envs.simulates_on_gpu("my_broken_module:Guess", 4)  # what is wrong `make` says
 
 
-def test_an_error_within_its_constructor_keeps_its_traceback(mine):
+@pytest.mark.parametrize("options", ["", ",worth=2"])
+def test_an_error_within_its_constructor_keeps_its_traceback(mine, options):
     with pytest.raises(TypeError, match="NoneType"):
-        make("my_module:Bug", 5)
+        make(f"my_module:Bug{options}", 5)
 
 
 @pytest.mark.parametrize(
@@ -127,6 +129,8 @@ BROKEN = """
 import torch
 from gymnasium.spaces import Box, Dict, Discrete, MultiDiscrete
 from my_module import Guess
+
+memory = torch.zeros(2, 3)
 
 
 def like(**changes):
@@ -154,6 +158,7 @@ Grid, Start = like(obs=Box(0, 1, (3, 1))), like(act=Discrete(3, start=1))
 Parts, Endless, Typo = like(act=MultiDiscrete([3])), like(limit=None), like(state=("sing",))
 Wide, Double = like(observe=lambda e: torch.zeros(2, 4)), like(observe=lambda e: e.sign.double())
 Itself, Sick = like(observe=lambda e: e.sign), like(observe=lambda e: e.sign + torch.inf)
+Same = like(observe=lambda e: memory.copy_(e.sign))
 One, Never = like(reward=1.0), like(terminated=False)
 Column, Late = like(reward=torch.ones(2, 1)), like(
     observe=lambda e: e.sign * (torch.nan if e.steps == 3 else 1)
@@ -181,6 +186,7 @@ def broken(mine, outside):
         ("Sick", 1, "its first observation has NaN or infinity"),
         ("One", 2, r"reward is a float, expected a tensor \(2,\)$"),
         ("Column", 2, r"reward is \(2, 1\) of torch.float32, expected a tensor \(2,\)$"),
+        ("Same", 2, "its observation is the one before, not a new tensor"),
         ("Never", 2, r"terminated is a bool, expected a tensor \(2,\) of torch.bool"),
     ],
 )
@@ -194,6 +200,46 @@ def test_what_breaks_the_contract_is_named(broken, name, stage, message):
 
     with pytest.raises(ValueError if stage == 0 else ContractError, match=f"Broken: .*{message}"):
         play()
+
+
+class Team(MultiAgentVecEnv):
+    """Its tensors are written in place. Ends after 3 steps; agent 1 leaves after the first one."""
+
+    state_names = ("count", "alive")
+
+    def __init__(self, num_envs):
+        spaces = [Box(0, 9, (1,))] * 2, [Discrete(2)] * 2
+        super().__init__("Team", num_envs, "cpu", 0, *spaces, 10)
+        self.count, self.over = torch.zeros(num_envs, 2), torch.zeros(num_envs, dtype=torch.bool)
+
+    @property
+    def state(self):
+        return self.count
+
+    def _restart(self, mask):
+        self.count[mask], self.over[mask], self.alive[mask] = 0, False, True
+
+    def _simulate(self, action):
+        self.count += 1
+        self.over[:], self.alive[:, 1] = self.count[:, 0] == 3, False
+        return self.count, self.over
+
+    def _observe(self):
+        return self.count.unsqueeze(2) * self.alive.unsqueeze(2)
+
+
+def test_what_a_step_has_returned_no_restart_changes():
+    env, steps = Team(2), []
+    env.reset()
+    for _ in range(4):
+        _, *result, info = env.step(torch.zeros(2, 2, dtype=torch.int64))
+        steps.append([*result, *(info[f"final_{name}"] for name in ("obs", "state", "alive"))])
+    for t, (reward, terminated, truncated, obs, state, alive) in enumerate(steps):
+        now = float(t % 3 + 1)
+        assert reward.tolist() == state.tolist() == [[now, now]] * 2
+        assert obs.squeeze(2).tolist() == [[now, 0.0]] * 2 and not truncated.any()
+        assert terminated.tolist() == [t == 2] * 2 and alive.tolist() == [[True, False]] * 2
+    assert env.alive.tolist() == [[True, False]] * 2
 
 
 def test_a_script_says_only_that(capsys):

@@ -44,6 +44,7 @@ terminated, truncated and the statistics stay (N,); `episode_return` sums over t
   `info["final_state"]` is to it what `final_obs` is to `obs`.
 - `alive` (N, A): false once an agent has left an episode that others continue. Its observation
   is zero then, its reward 0 (or its share, where a reward is the team's), its action ignored.
+  An environment that changes it has it in `state_names`.
   `info["final_alive"]` is to it what `final_obs` is to `obs`.
 - `action_low`, `action_high` (A, act_dim), with continuous actions: each agent's own bounds.
 - `available_in_obs`: if true, the last n entries of each observation say which of the n actions are
@@ -183,6 +184,10 @@ class VecEnv(VectorEnv):
         """Which episodes are over after so many steps (N,); a wrapped simulator knows it itself."""
         return lengths >= self.max_episode_steps
 
+    def _final(self) -> dict[str, Tensor]:
+        """More for a step's info, of the state before envs whose episode has ended restart."""
+        return {}
+
     # The contract.
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[Tensor, dict]:
@@ -221,11 +226,17 @@ class VecEnv(VectorEnv):
         reward, terminated = self._simulate(self.check_action(action))
         final_obs = self._observe()
         self._check_shapes(reward=reward, terminated=terminated, observation=final_obs)
-        reward = reward.float()
+        if final_obs.untyped_storage().data_ptr() == self.obs.untyped_storage().data_ptr():
+            raise ContractError(f"{self.name}: its observation is the one before, not a new tensor")
+        reward = reward.to(torch.float32, copy=True)  # copies: a restart may write into the env's
+        terminated = terminated.clone()
         returns = self._returns + (reward if self.num_agents is None else reward.sum(1))
         lengths = self._lengths + 1
         truncated = self._truncate(lengths)
         done = terminated | truncated
+        self.obs = final_obs
+        info = {"final_obs": final_obs, "episode_return": returns, "episode_length": lengths}
+        info |= self._final()
         if not self.looks or bool(done.any()):  # unknown without a look: then compute it always
             self._restart(done)
             ended = done.view(-1, *[1] * (final_obs.dim() - 1))
@@ -233,8 +244,7 @@ class VecEnv(VectorEnv):
             self._returns = torch.where(done, 0.0, returns)
             self._lengths = torch.where(done, 0, lengths)
         else:
-            self.obs, self._returns, self._lengths = final_obs, returns, lengths
-        info = {"final_obs": final_obs, "episode_return": returns, "episode_length": lengths}
+            self._returns, self._lengths = returns, lengths
         return self.obs, reward, terminated, truncated, info
 
     def _check_shapes(self, **results: Any) -> None:
@@ -368,12 +378,8 @@ class MultiAgentVecEnv(VecEnv):
     def _state_of(self, obs: Tensor) -> Tensor:
         return obs.flatten(1).index_select(1, self._own_entries)
 
-    def step(self, action: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, dict[str, Any]]:
-        """As `VecEnv.step`, with reward (N, A), and `final_state`, `final_alive` in info."""
-        *result, info = super().step(action)
-        info["final_state"] = self._state_of(info["final_obs"])
-        info["final_alive"] = self.alive
-        return *result, info
+    def _final(self) -> dict[str, Tensor]:
+        return {"final_state": self.state.clone(), "final_alive": self.alive.clone()}
 
     def check_action(self, action: Tensor) -> Tensor:
         action = super().check_action(action)

@@ -180,7 +180,7 @@ class _FlatEnv:
             said = np.asarray(info.get(name))
             if said.size == 1 and said.dtype.kind in "biuf":  # not where it is None, or a text
                 self.success = float(said.item())
-        return number(reward), bool(terminated), bool(truncated)
+        return number(reward), flag(terminated), flag(truncated)
 
 
 def flattener(name: str, space: gymnasium.Space) -> Callable[[Any], np.ndarray]:
@@ -206,6 +206,14 @@ def number(reward: Any) -> float:
         if reward is not None:
             return np.asarray(reward, float).item()
     raise ContractError(f"the environment's reward is {reward!r}; it must be one number")
+
+
+def flag(over: Any) -> bool:
+    """Whether an episode is over, which some environments return in an array; None: it is not."""
+    value = np.asarray(False if over is None else over)
+    if value.size != 1 or value.dtype.kind not in "biuf":
+        raise ContractError(f"the environment's terminated or truncated is {over!r}, not one bool")
+    return bool(value.item())
 
 
 def own_action(action: np.ndarray, space: gymnasium.Space) -> Any:

@@ -84,6 +84,8 @@ class MujocoEnv(VecEnv):
         self.sim = kind(self.model, max(num_envs, 1), self.options.frame_skip, where, fields)
         self.init_qpos = torch.tensor(self.model.qpos0, dtype=self.sim.dtype, device=device)
         low, high = self.model.actuator_ctrlrange.astype(np.float32).T
+        if not (low < high).all():
+            raise ValueError(f"{name}: give each actuator of {self.xml_path} a ctrlrange")
         self.device = device
         obs_space = Box(-np.inf, np.inf, (self._observation().shape[1],), np.float32)
         spaces = obs_space, Box(low, high, dtype=np.float32)

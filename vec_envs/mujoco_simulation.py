@@ -14,6 +14,7 @@ Both simulators have the same interface (`fields`, `step`, `restart`, `state_dic
 `Painter` renders one env on the CPU; no simulator depends on it.
 """
 
+import os
 import queue
 import threading
 import warnings
@@ -51,6 +52,7 @@ class CSimulation:
         self.threads = min(threads or available_cores(), num_envs)
         self.calls, self.answers = queue.SimpleQueue(), queue.SimpleQueue()
         self.unanswered = 0  # calls that helpers have been given and not answered
+        self.process = os.getpid()  # in which the helpers are
         for _ in range(self.threads - 1):
             threading.Thread(target=_help, args=(self.calls, self.answers), daemon=True).start()
         # Numpy views into every MjData: one np.concatenate reads a field of all envs at once.
@@ -128,6 +130,8 @@ class CSimulation:
             for item in items:
                 function(*item)
 
+        if os.getpid() != self.process:  # forked, and a fork has no helpers
+            self.process, self.threads, self.unanswered = os.getpid(), 1, 0
         self._wait()
         for _ in range(min(self.threads, length) - 1):
             self.unanswered += 1

@@ -23,6 +23,7 @@ from vec_envs.gym import (
     NO_TIME_LIMIT,
     Outside,
     check_spaces,
+    flag,
     flat_box,
     flattener,
     in_words,
@@ -88,19 +89,6 @@ class MultiAgentGymEnv(Outside, MultiAgentVecEnv):
     def state_dim(self) -> int:
         state = self._envs[0].state()
         return super().state_dim if state is None else len(state)
-
-    def step(self, action: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, dict[str, Any]]:
-        """As `MultiAgentVecEnv.step`."""
-        self._last_state = self._last_alive = None
-        *result, info = super().step(action)
-        if self._own_state is not None:
-            info["final_state"] = self.state if self._last_state is None else self._last_state
-        info["final_alive"] = self.alive if self._last_alive is None else self._last_alive
-        return *result, info
-
-    def _restart(self, mask: Tensor) -> None:
-        self._last_state, self._last_alive = self._own_state, self.alive
-        super()._restart(mask)
 
     def _observe(self) -> Tensor:
         """The observations of all agents, padded (N, A, obs_dim); also reads `alive` and states."""
@@ -206,7 +194,7 @@ class _TupleEnv(_PettingZooEnv):
         self._store(observations, info)
         # One reward is everyone's.
         rewards = np.broadcast_to(np.asarray(rewards, float), (len(self.action_spaces),))
-        return rewards.tolist(), bool(terminated), bool(truncated)
+        return rewards.tolist(), flag(np.all(terminated)), flag(np.any(truncated))
 
     def _store(self, observations: tuple, info: dict) -> None:
         pairs = zip(self._flat, observations, strict=True)
