@@ -76,8 +76,11 @@ def evolve(population: Population, args: Args) -> None:
         members = members_of(population, generation, args)
         if not any(members):
             why = population.journal.lines[-1].get("why", "their parents are damaged")
-            advice = f"correct it, and begin with another --root than {population.root}"
-            raise UserError(f"all agents of generation {generation} failed: {why}; {advice}")
+            population.give_up(f"all agents of generation {generation}", why)
+        for agent in population.agents.values():  # replay buffers are large
+            if agent.generation < generation - 1:
+                checkpoint = population.root / "agents" / agent.id / "checkpoint.pt"
+                checkpoint.unlink(missing_ok=True)
         if all(agent.step >= args.total_steps for agent in members if agent):
             break  # segments end where an iteration does, which may be later than asked
 
@@ -108,7 +111,7 @@ def members_of(population: Population, generation: int, args: Args) -> list[Agen
 
 def who_is_missing(population: Population, generation: int, args: Args) -> list[int]:
     """The members of a generation that have neither begun nor failed."""
-    failed = population.journal.of("failed")
+    failed = population.journal.failures()
     known = {line["member"] for line in failed if line["generation"] == generation}
     begun = (*population.agents.values(), *population.flights.values())
     known |= {agent.member for agent in begun if agent.generation == generation}

@@ -50,16 +50,21 @@ class Args(PopulationArgs):
 def compete(population: Population, args: Args) -> None:
     """The orchestrator: begin what there is room for, wait for one event, and repeat."""
     segments = args.segments or args.agents * (args.total_steps // population.period)
-    population.expected = segments  # in all, to estimate the time left
-    while population.flights or population.count < segments:
+    while population.flights or population.count < in_all(population, segments):
+        population.expected = in_all(population, segments)  # to estimate the time left
         ended = [x for x in population.agents.values() if x.step >= args.total_steps]
         agents = args.agents - (0 if args.segments else len(ended))  # how many still need training
         if not agents and not population.flights:
             break  # some segments were longer than asked
-        room = min(agents, population.pool.slots(), segments - population.done)
+        room = min(agents, population.pool.slots(), population.expected - population.done)
         while len(population.flights) < room:
             generate(population, args)
         population.work()
+
+
+def in_all(population: Population, segments: int) -> int:
+    """`segments`, and one for each that failed; at most twice as many."""
+    return segments + min(segments, len(population.journal.of("failed")))
 
 
 def generate(population: Population, args: Args) -> None:
@@ -100,7 +105,7 @@ def next_in_line(population: Population, args: Args) -> Agent | None:
 
 def no_good(population: Population) -> set[str]:
     """Agents of which two descendants have failed."""
-    failures = [line["parent"] for line in population.journal.of("failed")]
+    failures = [line["parent"] for line in population.journal.failures()]
     return {parent for parent in failures if failures.count(parent) > 1}
 
 

@@ -26,6 +26,7 @@ import torch
 
 from algos import generations, play, tournament
 from algos.populations import Agent, Population, is_better
+from algos.populations import agents as population_agents
 from algos.populations.agents import (
     FRESH,
     SCORE,
@@ -86,6 +87,7 @@ def drive(program: str, root: Path, flags: str, words: str = "") -> str:
         contextlib.redirect_stdout(io.StringIO()) as said,
         mock.patch.object(sys, "argv", words),
         mock.patch.object(sys, "excepthook", sys.excepthook),
+        mock.patch.object(signal, "signal"),
     ):
         runpy.run_path(str(ROOT / "algos" / f"{program}.py"), run_name="__main__")
     return said.getvalue()
@@ -253,6 +255,8 @@ def test_generations_with_known_scores(stand_in, tmp_path):
     assert found["00000"].flags == {"learning_rate": 2.0}  # of TUNED, for the first one
     assert all(1 <= x.flags["learning_rate"] <= 4 for x in list(found.values())[:4])
     assert_every_segment_counts_once(root)
+    kept = {x.id for x in found.values() if (root / "agents" / x.id / "checkpoint.pt").exists()}
+    assert kept == {x.id for x in found.values() if x.generation > 3}  # of a size, with its buffer
     for generation in range(2, 6):
         now = [x for x in found.values() if x.generation == generation]
         before = {x.member: x for x in found.values() if x.generation == generation - 1}
@@ -314,7 +318,7 @@ def test_the_slot_of_an_agent_at_its_end_is_nobody_elses(strategy):
     args = tournament.Args(agents=8, total_steps=100, strategy=strategy)
     waiting, speeds = {}, random.Random(1)
     population = mock.Mock(agents={}, flights={}, count=0, period=10, done=0)
-    population.journal.of.return_value = []
+    population.journal.of.return_value = population.journal.failures.return_value = []
     population.random = lambda *about: random.Random(repr(about))
     population.pool.slots.return_value = 8
 
@@ -347,8 +351,8 @@ def test_the_oldest_goes_on_unless_an_equally_trained_one_is_better():
     later = agent("00002", 100, pause_at=60)
     everyone = {one.id: one for one in (oldest, better, later)}
     population = mock.Mock(agents=everyone, flights={}, count=5)
-    failed = [{"parent": "00000"}, {"parent": "00001"}]
-    population.journal.of = lambda event: failed if event == "failed" else []
+    population.journal.of.return_value = []
+    population.journal.failures.return_value = [{"parent": "00000"}, {"parent": "00001"}]
     population.random.return_value = random.Random(0)
     tournament.generate(population, tournament.Args(agents=3, total_steps=100))
     population.child.assert_called_once_with(better, True)
@@ -370,7 +374,8 @@ def test_an_agent_whose_descendants_fail_replaces_nobody():
     """The best one diverges after its score: what goes on from it fails."""
     best, weaker = agent("00000", 100, pause_at=50), agent("00001", 10, pause_at=50)
     population = mock.Mock(agents={"00000": best, "00001": weaker}, flights={}, count=4)
-    population.journal.of = lambda event: [{"parent": "00000"}] * 2 if event == "failed" else []
+    population.journal.of.return_value = []
+    population.journal.failures.return_value = [{"parent": "00000"}] * 2
     population.random.return_value = random.Random(0)
     tournament.generate(population, tournament.Args(agents=2, total_steps=100))
     population.child.assert_called_once_with(weaker, False)
@@ -648,6 +653,42 @@ def test_nan_is_journalled_and_replaced_and_never_ranked(stand_in, tmp_path):
     assert logs == {line["id"] for line in failed}
 
 
+@pytest.mark.parametrize("program", ["generations", "tournament"])
+def test_after_a_fault_that_has_passed_the_same_command_goes_on(program, stand_in, tmp_path):
+    """As when a package is missing for a while: each segment fails at once."""
+    root, real, count = tmp_path / "fault", population_agents.training, 0
+    algo = "--algo" if program == "generations" else "--algos"
+    flags = f"{algo} {stand_in}/trainer.py --env Known --agents 4 --total-steps 400 --period 100"
+    broken = [sys.executable, "-c", "raise SystemExit('no module')"]
+
+    def training(*args) -> tuple:
+        nonlocal count
+        command, output = real(*args)
+        count += 1
+        return broken if count > 8 else command, output
+
+    said = "the last 8 segments" if program == "tournament" else "all agents of generation 3"
+    said += f" failed, see {root}/failed: exit status 1: no module; the same"
+    with (
+        mock.patch.object(population_agents, "training", training),
+        pytest.raises(UserError, match=said),
+    ):
+        drive(program, root, flags)
+    assert len(agents(root)) == 8 and len(journal(root, "failed")) >= 4
+    drive(program, root, flags)
+    assert sum(x.step == 400 for x in agents(root).values()) == 4
+    assert_every_segment_counts_once(root)
+
+
+def test_a_segment_that_failed_is_made_up_for(stand_in, tmp_path):
+    """Otherwise another agent would get to --total-steps by one segment less."""
+    flags = f"--algos {stand_in}/trainer.py --env Known --agents 4 --total-steps 400 --period 100"
+    root = tmp_path / "failures"
+    drive("tournament", root, f"{flags} --strategy fresh", "--fails 15")
+    assert journal(root, "failed") and len(agents(root)) == 16
+    assert sum(x.step == 400 for x in agents(root).values()) == 4
+
+
 def test_a_full_disk_is_one_sentence_and_the_same_command_goes_on(stand_in, tmp_path):
     root, fsync = tmp_path / "full", os.fsync
     flags = f"--algo {stand_in}/trainer.py --env Known --agents 2 --total-steps 300 --period 100"
@@ -667,7 +708,8 @@ def test_a_full_disk_is_one_sentence_and_the_same_command_goes_on(stand_in, tmp_
     assert len(agents(root)) == 6
 
 
-def test_ctrl_c_stops_and_the_same_command_goes_on(stand_in, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_stops_and_the_same_command_goes_on(number, stand_in, tmp_path):
     root = tmp_path / "stopped"
     flags = f"--algo {stand_in}/trainer.py --env Known --agents 2 --total-steps 300 --period 100"
     (stand_in / "hold").touch()
@@ -677,7 +719,7 @@ def test_ctrl_c_stops_and_the_same_command_goes_on(stand_in, tmp_path):
     said = f"--root {root}: another process works in it"
     with mock.patch.object(files, "LOCK_SECONDS", 0), pytest.raises(UserError, match=said):
         drive("generations", root, flags, "--hold 100")
-    driver.send_signal(signal.SIGINT)
+    driver.send_signal(number)
     assert "The same command goes on." in finish(driver, root, -signal.SIGINT)
     assert not processes_of(root)
     (stand_in / "hold").unlink()
@@ -751,11 +793,15 @@ def test_mistakes_are_one_sentence(stand_in, tmp_path, capsys):
         drive("tournament", new, "--algos ppo sac --env Known", "--epochs 3")
     assert "--epochs" in (said := capsys.readouterr().err) and "sac.py" in said
     why = "losses/policy is nan at step 0: training stopped"
-    said = f"generation 1 failed: exit status 1: {why}; correct it, and begin with another --root"
+    said = f"generation 1 failed, see {tmp_path}/failing/failed: exit status 1: {why}; the same"
     fails(known, said, "--fails 100", tmp_path / "failing")
     said = f"the first three segments of {stand_in}/trainer.py failed, see {tmp_path}/third/failed"
     known = known.replace("--algo ", "--algos ").replace("agents 1", "agents 4")
-    fails(known, said, "--fails 100", tmp_path / "third", "tournament")
+    third = tmp_path / "third"
+    fails(known, said, "--fails 100", third, "tournament")
+    fails("--env Ant --perturb initial_log_std", "--perturb is initial_log_std, here -1.0, which")
+    with mock.patch.object(torch.cuda, "device_count", lambda: 1):
+        fails(f"{known} --gpus 1", "--gpus was 0.0 when", "--fails 100", third, "tournament")
 
 
 @pytest.mark.parametrize("content", ["{", "[]", ""])
@@ -830,6 +876,8 @@ def test_each_segment_has_a_gpu_of_those_that_this_process_may_use(visible, expe
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    for gpus, slots in ((1, 2), (0.6, 2), (0.5, 4), (0.4, 4)):  # no GPU has more than it holds
+        assert Here(SimpleNamespace(cpus=0.01, gpus=gpus)).slots() == slots
     pool = Here(SimpleNamespace(cpus=1, gpus=0.5))
     for name in "abcd":
         pool.start(name, [(["true"], "out")])

@@ -106,7 +106,7 @@ def test_a_script_is_short_and_mostly_algorithm(script, lines):
 
 
 def test_the_helper_is_short():
-    for package, most in (("worker_learner", 2335), ("populations", 900)):  # the aim: 1100
+    for package, most in (("worker_learner", 2335), ("populations", 940)):  # the aim: 1100
         files = (ALGOS / package).glob("*.py")
         lengths = {path.name: len(path.read_text().splitlines()) for path in files}
         assert max(lengths.values()) <= 400, lengths

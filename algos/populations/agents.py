@@ -6,6 +6,7 @@ import json
 import math
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -33,6 +34,8 @@ PROGRAMS = "play", "generations", "tournament"  # of ALGOS, that train nothing t
 OURS = "--env", "--total-steps", "--seed", "--run-dir", "--resume", "--pause-at"
 SCORE = 2**30  # first seed of the episodes that score an agent; training has seeds below 2²⁹
 FRESH = 3 * 2**29  # first seed of those that score the winner again
+STOP = signal.SIGINT, signal.SIGTERM
+asked: list[int] = []  # to stop, by which signal
 SHAPES = "hidden_size", "buffer_size", "num_envs", "ensemble_size", "mixing_size", "hterm_memory"
 
 
@@ -62,9 +65,10 @@ class PopulationArgs:
     cluster: str = "none"
     """where segments run: none (this machine), auto or an address (a Ray cluster)"""
     cpus: float = 1.0
-    """cores, and so threads, of one run; with 0.5 two runs share a core"""
+    """cores, and so threads, of one run; with 0.5 two runs share a core. If the same command goes
+    on with another number, agents that have begun keep their threads"""
     gpus: float = 0.0
-    """GPUs of one run; fractions are allowed (0: it trains on the CPU)"""
+    """GPUs of one run; fractions are allowed, as 0.5 (0: it trains on the CPU)"""
     replay: str = ""
     """train the segments that led to the agent with this number again, in {root}/replay/"""
 
@@ -260,10 +264,21 @@ def commit() -> str:
 def parse(args_class: type[PopulationArgs]) -> tuple[PopulationArgs, list[str]]:
     """The command line before --, and the words after it, which are flags for the scripts."""
     sys.excepthook = say_in_one_sentence
+    for number in STOP:
+        signal.signal(number, lambda number, _: asked.append(number))
     words = [*sys.argv[1:], "--"]
     at = words.index("--")
     args = read_flags(args_class, words[:at], config=(tyro.conf.FlagCreatePairsOff,))
     return args, words[at + 1 : -1]
+
+
+def stop_if_asked() -> None:
+    """KeyboardInterrupt after SIGINT or SIGTERM; where they come, subprocess may have a lock."""
+    if asked:
+        asked.clear()
+        for number in STOP:  # another one ends the program at once
+            signal.signal(number, signal.default_int_handler)
+        raise KeyboardInterrupt
 
 
 def script_path(algo: str) -> Path:
@@ -318,7 +333,8 @@ def hyperparameters(
         value = getattr(given, name, None)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise UserError(f"--perturb is {name}, but {script.__name__}.py has no such number")
-        if flag(name) in OURS or name.endswith(SHAPES) or not value:
+        fixed = name.endswith(SHAPES) or name.startswith("initial_")  # once a network is made
+        if flag(name) in OURS or fixed or not value:
             raise UserError(f"--perturb is {name}, here {value}, which cannot differ by agent")
         found[name] = value, limits.get(name, (0, None))
     rollout = getattr(given, "num_steps", 1) * (getattr(given, "num_envs", 1) or 64)

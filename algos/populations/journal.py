@@ -1,6 +1,7 @@
 """journal.jsonl: what happened to a population."""
 
 import contextlib
+import itertools
 import json
 import os
 import time
@@ -9,6 +10,8 @@ from typing import Any
 
 from algos.worker_learner import files
 from algos.worker_learner.arguments import UserError
+
+ENDS = "failed", "published", "gave up"  # of segments
 
 
 class Journal:
@@ -37,6 +40,21 @@ class Journal:
 
     def of(self, *events: str) -> list[dict[str, Any]]:
         return [line for line in self.lines if line["event"] in events]
+
+    def failures(self) -> list[dict[str, Any]]:
+        """Segments that failed, without those in a row that ended the program: they come again."""
+        kept: list[dict[str, Any]] = []
+        for line in self.of(*ENDS):
+            if line["event"] == "gave up":
+                while kept and kept[-1]["event"] == "failed":
+                    kept.pop()
+            else:
+                kept.append(line)
+        return [line for line in kept if line["event"] == "failed"]
+
+    def failures_in_a_row(self) -> int:
+        latest = reversed(self.of(*ENDS))
+        return len([*itertools.takewhile(lambda line: line["event"] == "failed", latest)])
 
     def close(self) -> None:
         with contextlib.suppress(OSError):  # what a full disk has left in the buffer

@@ -35,12 +35,13 @@ def table(population: Any) -> str:
             host = (population.root / "flight" / name / "host").read_text().strip()
             until = population.flights[name].pause_at
             lines.append(f"{name:>6} part {part} to step {until} on {host}")
-    failed = len(population.journal.of("failed"))
+    failed = len(population.journal.failures())
     waiting = len(population.parts()) - len(population.running)
     text = f"{len(population.agents)} agents, {failed} failed, {waiting} waiting"
     seconds, done = now - population.began, population.done - population.done_before
     if done:  # since this driver began
-        left = seconds / done * max(0, population.expected - population.done)
+        each = (population.last_end - population.began) / done
+        left = max(0, each * (population.expected - population.done_before) - seconds)
         text += f"; after {_duration(seconds)}; about {_duration(left)} left"
     return "\n".join([*lines, text])
 

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from algos.populations import agents, leaderboard
 from algos.populations.agents import FRESH, LIMITS, SCORE, Agent, PopulationArgs
@@ -21,7 +21,7 @@ from algos.populations.journal import Journal
 from algos.worker_learner import files, segments
 from algos.worker_learner.arguments import UserError, check_args, flag, tell, warn
 
-MAY_DIFFER = {"root", "cluster", "cpus", "gpus", "replay"}  # when the same command goes on
+MAY_DIFFER = {"root", "cluster", "cpus", "replay"}  # when the same command goes on
 KILLED = -signal.SIGKILL, 128 + signal.SIGKILL, -signal.SIGTERM, 128 + signal.SIGTERM
 MAX_RESTARTS = 3  # of a segment that was killed
 FOLDERS = "agents", "flight", "best", "failed"
@@ -59,8 +59,7 @@ class Population:
         names = {*self.agents, *self.flights, *(line.get("id", "") for line in self.journal.lines)}
         self.count = max((int(x) + 1 for x in names if x.isdigit()), default=0)  # segments begun
         self.expected = 0  # segments in all, which a program says for the time left
-        self.began, self.done_before = time.time(), self.done
-        self._shown = 0.0
+        self.began, self.done_before, self._shown = time.time(), self.done, 0.0
 
     def _open(self) -> None:
         """Lock the folder and read it; what a killed driver left half done is finished."""
@@ -77,17 +76,16 @@ class Population:
         self.journal = Journal(self.root / "journal.jsonl")
         corrupt = {line["id"] for line in self.journal.of("corrupt")}
         published = {line["id"] for line in self.journal.of("published")}
-        for folder in sorted((self.root / "agents").glob("[0-9]" * 5)):  # nobody's copies
+        folders = sorted((self.root / "agents").glob("[0-9]" * 5))  # nobody's copies
+        for folder in [folder for folder in folders if folder.name not in corrupt]:
             try:
                 agent = agents.read_agent(folder / "agent.json")
             except (OSError, ValueError) as error:
-                if folder.name not in corrupt:
-                    self._corrupt(folder.name, f"agent.json: {error}")
+                self._corrupt(folder.name, f"agent.json: {error}")
                 continue
-            if agent.id not in corrupt:
-                self.agents[agent.id] = agent
-                if agent.id not in published:
-                    self._note_published(agent)
+            self.agents[agent.id] = agent
+            if agent.id not in published:
+                self._note_published(agent)
         ended = {line["id"] for line in self.journal.of("failed", "orphaned")}
         for path in sorted((self.root / "flight").glob("*.json")):
             with contextlib.suppress(ValueError):  # torn, as the machine lost power
@@ -175,14 +173,14 @@ class Population:
         slots = self.pool.slots()
         order = sorted(self.parts(), key=lambda part: (-self._parent_score(part[0]), part))
         while len(self.running) > slots:
-            weakest = max(self.running, key=order.index)
-            self._stop(weakest)
+            self._stop(weakest := max(self.running, key=order.index))
             self.journal.note("stopped", id=weakest[0], part=weakest[1])
         for part in order:
             if len(self.running) < slots and part not in self.running and part[0] in self.flights:
                 self._start(*part)
         for name, status in self.pool.wait(1.0).items():
             self._ended(*name.split("/"), status)
+        agents.stop_if_asked()
         self.show()
 
     def _parent_score(self, name: str) -> float:
@@ -240,9 +238,8 @@ class Population:
         self._trained.setdefault(name, set()).add(part)
         if agent.fuse > 1 and part != "score":
             runs = [folder / f"run{k}" for k in range(agent.fuse)]
-            if len(self._trained[name]) == agent.fuse and (
-                wrong := agents.fuse(runs, folder / "fused")
-            ):
+            complete = len(self._trained[name]) == agent.fuse
+            if complete and (wrong := agents.fuse(runs, folder / "fused")):
                 return self._fail(agent, wrong)
             return None
         if (facts := agents.read_score(folder / "score.json")) is None:
@@ -261,17 +258,23 @@ class Population:
             leaderboard.copy_best(self, agent)
 
     def _fail(self, agent: Agent, why: str) -> None:
-        """Journalled, never ranked. UserError where nothing but failures has come so far."""
+        """Journalled, never ranked. UserError where nothing but failures comes."""
         for log in (self.root / "flight" / agent.id).glob("*.[lo]*"):  # .log and .out
             if os.strerror(errno.ENOSPC) in log.read_text(errors="replace")[-2000:]:  # not its own
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.replace(log, self.root / "failed" / f"{agent.id}.{log.name}")
         facts = {name: getattr(agent, name) for name in ("generation", "member", "flags", "script")}
         self._leave(agent.id, "failed", parent=agent.parent, why=why, **facts)
-        failures = [x for x in self.journal.of("failed") if x.get("script") == agent.script]
+        failures = [x for x in self.journal.failures() if x.get("script") == agent.script]
         if len(failures) > 2 and agent.script not in {one.script for one in self.agents.values()}:
-            why = f"see {self.root / 'failed'}: {why}"
-            raise UserError(f"the first three segments of {agent.script} failed, {why}")
+            self.give_up(f"the first three segments of {agent.script}", why)
+        if (count := self.journal.failures_in_a_row()) >= max(3, 2 * self.args.agents):
+            self.give_up(f"the last {count} segments", why)
+
+    def give_up(self, what: str, why: str) -> NoReturn:
+        """End the program; what failed after the last success will be trained again."""
+        self.journal.note("gave up", why=why)
+        raise UserError(f"{what} failed, see {self.root}/failed: {why}; the same command goes on")
 
     def _leave(self, name: str, event: str = "", **facts: Any) -> None:
         """An agent is not to be any more: it is published, or what `event` says."""
@@ -282,6 +285,7 @@ class Population:
         (self.root / "flight" / f"{name}.json").unlink()
         shutil.rmtree(self.root / "flight" / name, ignore_errors=True)
         del self.flights[name]
+        self.last_end = time.time()
 
     def _stop(self, part: tuple[str, str]) -> None:
         self.pool.stop("/".join(part))
@@ -328,7 +332,7 @@ class Population:
             folder.mkdir(exist_ok=True)
             self.pool.start("again", [agents.scoring(winner, run, folder, FRESH, episodes)])
             while not (ended := self.pool.wait(1.0)):
-                pass
+                agents.stop_if_asked()
             facts = None if ended["again"] else agents.read_score(folder / "score.json")
             if facts is None:
                 why = f"{agents.last_line(folder)}; if {run} is damaged, move it away"

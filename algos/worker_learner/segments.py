@@ -77,7 +77,7 @@ class Here:
 
     def slots(self) -> int:
         room = [available_cores() / self.cpus]
-        room += [torch.cuda.device_count() / self.gpus] if self.gpus else []
+        room += [torch.cuda.device_count() * int(1 / self.gpus + 1e-6)] if self.gpus else []
         return int(min(room) + 1e-6)
 
     def start(self, name: str, commands: Commands) -> None:
@@ -150,7 +150,7 @@ class Cluster:
     def slots(self) -> int:
         there = self.ray.cluster_resources()
         room = [there.get("CPU", 0) / self.cpus]
-        room += [there.get("GPU", 0) / self.gpus] if self.gpus else []
+        room += [there.get("GPU", 0) * int(1 / self.gpus + 1e-6)] if self.gpus else []
         return int(min(room) + 1e-6)
 
     def start(self, name: str, commands: Commands) -> None:
