@@ -294,7 +294,8 @@ def weights(network):
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="its compiler does not read backward()")
 def test_compiled_steps_of_ppo_are_the_same():
     """With the H-term, whose weight changes; of minibatches of two sizes, and without a memory."""
-    found = []
+    found, graphs = [], torch._dynamo.utils.counters["stats"]
+    before = graphs["unique_graphs"]
     for how in ("default", "none"):
         args = ppo_hterm.Args(num_envs=1, hidden_size=8)
         torch.manual_seed(0)
@@ -303,15 +304,16 @@ def test_compiled_steps_of_ppo_are_the_same():
         learn = Run.compile(run, ppo_hterm.gradient_step)
         optimizer = torch.optim.Adam(agent.parameters(), 0.01, fused=True)
         logged = []
-        for number, size in enumerate((6, 6, 6, 4, 6)):
+        for number, size in enumerate((6, 4, 6, 4, 6)):
             agent.hterm_coef.fill_(0.5 / (number + 1))
             obs, action = torch.randn(size, OBS_DIM), torch.randn(size, ACT_DIM)
             x = torch.randn(size, 3)
             batch = {"obs": obs, "action": action}
             batch |= {"log_prob": x[:, 0] - 4, "advantage": x[:, 1], "returns": x[:, 2]}
-            past = batch if number < 4 else None
+            past = batch if number > 1 else None
             logged.append(learn(agent, optimizer, batch, past, args))
         found.append((logged, agent.state_dict(), optimizer.state_dict()["state"]))
+    assert graphs["unique_graphs"] - before == 2  # without a memory; with one, of any size
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)
 
 
