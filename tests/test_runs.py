@@ -1359,6 +1359,13 @@ def test_bad_input_is_one_sentence(stopped, tmp_path, monkeypatch, capsys):
         if content is not None:
             assert content != saved
             (run_dir / "args.json").write_text(content)
+    for name, own in {"anew": {"world_size": 2}, "less": {}, "kind": None}.items():
+        path = copy_of(stopped, tmp_path / name) / "checkpoint.pt"
+        content = torch.load(path, weights_only=True)
+        del content["optimizer"]
+        content["run"] = None if own is None else content["run"] | own
+        path.with_suffix(".prev.pt").unlink(missing_ok=True)
+        files.save(content, path)
     (tmp_path / "file").touch()
     good = str(stopped.dir)
     cases = [  # arguments, then words that the sentence must hold
@@ -1395,6 +1402,9 @@ def test_bad_input_is_one_sentence(stopped, tmp_path, monkeypatch, capsys):
         (f"--resume {tmp_path}/key", "--resume", "epocks"),
         (f"--resume {tmp_path}/other", "--resume", "sac", "ppo"),
         (f"--resume {tmp_path}/misfit", "checkpoint.pt does not fit args.json", "size mismatch"),
+        (f"--resume {tmp_path}/less", "checkpoint.pt does not fit", "optimizer: KeyError"),
+        (f"--resume {tmp_path}/anew", "checkpoint.pt does not fit", "optimizer: KeyError"),
+        (f"--resume {tmp_path}/kind", "no checkpoint in it is intact"),
         (f"--resume {good} --num-envs 8", "--num-envs", "8"),
         (f"--resume {good} --env Ant", "--env", "Ant"),
         (f"--resume {good} --learning-rate 0.5", "--learning-rate", "0.5"),

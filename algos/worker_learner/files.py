@@ -183,7 +183,7 @@ def read_checkpoint(path: Path, now: dict[str, Any] | None = None) -> dict[str, 
             continue
         os.close(os.open(name, os.O_RDONLY))  # OSError: what cannot be read is not damaged
         content, wrong = load_checked(name)
-        if content and "run" not in content:
+        if not wrong and not (isinstance(content, dict) and isinstance(content.get("run"), dict)):
             wrong = "a file of another kind"
         if wrong:
             problem = wrong
