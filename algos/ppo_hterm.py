@@ -76,11 +76,11 @@ LIMITS["hterm_memory"] = (1, None)
 TUNED = {
     "Ant": dict(total_steps=2_500_000, num_steps=32, epochs=4, minibatch_size=1024,
                 learning_rate=1e-3, initial_log_std=-1.0),
-    "Humanoid": dict(total_steps=2_500_000, epochs=4, minibatch_size=1024, learning_rate=3e-3,
-                     initial_log_std=-1.0),
+    "Humanoid": dict(total_steps=2_500_000, epochs=2, minibatch_size=1024, learning_rate=3e-3),
     "HalfCheetah": dict(num_steps=32, minibatch_size=128, learning_rate=3e-4, initial_log_std=-1.0,
                         gamma=0.98, gae_lambda=0.92),
-    "Hopper": dict(target_kl=0.01), "Walker2d": dict(num_steps=32),
+    "Hopper": dict(target_kl=0.01),
+    "Walker2d": dict(num_steps=32),
     "Swimmer": dict(num_steps=256, gamma=0.9999, gae_lambda=0.98),
 }  # fmt: skip
 
