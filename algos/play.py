@@ -126,9 +126,8 @@ def load(args: Args) -> dict[str, Any]:
 def make(saved: dict, num_envs: int, seed: int, draws: bool = False) -> tuple[nn.Module, Any]:
     """The agent, made with its run's own arguments, and its environment, both on the CPU."""
     name = vec_envs.for_evaluation(saved["args"]["env"])
-    draws = {"render_mode": "rgb_array"} if draws else {}
     try:  # Gymnasium takes render_mode only when it makes an env; a `VecEnv` takes none
-        options = {} if vec_envs.vec_env_class(name) else draws
+        options = {"render_mode": "rgb_array"} if draws and not vec_envs.vec_env_class(name) else {}
         env = vec_envs.make(name, num_envs, "cpu", seed, **options)
     except ValueError as error:
         raise UserError(_line(error)) from None
@@ -187,6 +186,7 @@ def film(args: Args, saved: dict) -> None:
     os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pygame, too, draws without a window
     choose_gl(saved["args"]["env"])
     agent, env = make(saved, 1, args.seed, draws=True)
+    open(args.video, "ab").close()  # where nobody may write, imageio has tracebacks, minutes later
     if kind == ".png":
         return still(args, agent, env)
     from PIL import Image

@@ -23,7 +23,6 @@ and, for the default data, the index. What it says of chance:
 """
 
 import csv
-import functools
 import importlib
 import itertools
 import shlex
@@ -293,7 +292,7 @@ def account_of(policies: list[dict], fee: float) -> Account:
 
 
 def ensemble(runs: list[dict], fee: float, quarter: int) -> tuple[Account, list[int]]:
-    """FinRL's strategy (Yang et al. 2020) -> its account, and which run traded in each quarter.
+    """FinRL's strategy (Yang et al. 2020) -> its account, and which run trades in each quarter.
 
     All agents keep a paper account, from a quarter before the test on. In each quarter that agent
     trades whose paper account had the best Sharpe ratio in the quarter before. It takes over the
@@ -310,7 +309,7 @@ def ensemble(runs: list[dict], fee: float, quarter: int) -> tuple[Account, list[
     before = dates[-quarter]
     paper = [trade(*agent_and_env(saved, split="test", test=before, fee=fee)) for saved in runs]
     table = np.stack([account.returns for account in paper], 1)  # (T + a quarter, runs)
-    quarters = range(0, envs[0].max_episode_steps, quarter)
+    quarters = range(0, envs[0].max_episode_steps + 1, quarter)  # + 1: a row that is still to come
     chosen = [int(np.argmax([sharpe(r) for r in table[q : q + quarter].T])) for q in quarters]
     step = itertools.count()
     return trade(lambda obs: agents[chosen[next(step) // quarter]](obs), envs[0]), chosen
@@ -318,22 +317,23 @@ def ensemble(runs: list[dict], fee: float, quarter: int) -> tuple[Account, list[
 
 def baselines(name: str, fee: float) -> dict[str, Account]:
     """What needs no learning, on the same prices: buy and hold, equal weights, the index."""
-    name_of = functools.partial(with_options, name, split="test", fee=fee, max_turbulence=0.0)
-    hold = make_env(name_of(actions="shares", max_shares=0, capital=1e15))  # no remainder in cash
-    equal = make_env(name_of(actions="weights"))
-    stocks = len(hold.stocks)
-    orders = itertools.chain([torch.ones(1, stocks)], itertools.repeat(torch.zeros(1, stocks)))
+    options = {"split": "test", "fee": fee, "max_turbulence": 0.0, "actions": "weights"}
+    env = make_env(with_options(name, **options))
+    price, stocks = env.prices.numpy(), len(env.stocks)
+    spent = env.capital / (1 + fee)  # at the first close, in equal parts
+    held = spent / stocks * price[1:] / price[1]  # (T, D) values
+    assets, traded = np.append(env.capital, held.sum(1)), spent * np.eye(1, len(held))[0]
+    weights = held / held.sum(1, keepdims=True)
     found = {
-        "buy and hold": trade(lambda obs: next(orders), hold),
-        "equal weights": trade(lambda obs: torch.full((1, stocks), 1 / stocks), equal),
+        "buy and hold": Account(env.dates, assets, fee * traded, traded, weights),
+        "equal weights": trade(lambda obs: torch.full((1, stocks), 1 / stocks), env),
     }
-    options = dict(word.split("=", 1) for word in name.replace(" ", "").split(",")[1:])
-    if options.get("data", "sp500") == "sp500":
+    if env.data == "sp500":
         index = load_market("sp500_index")
-        price = index.close[np.searchsorted(index.dates, hold.dates), 0]
-        nothing = np.zeros(len(price) - 1)
-        ones = np.ones((len(price) - 1, 1))
-        found["S&P 500 (price)"] = Account(hold.dates, 1e6 * price / price[0], *[nothing] * 2, ones)
+        price = index.close[np.searchsorted(index.dates, env.dates), 0]
+        assets, nothing = env.capital * price / price[0], np.zeros(len(price) - 1)
+        weights = np.ones((len(nothing), 1))
+        found["S&P 500 (price)"] = Account(env.dates, assets, nothing, nothing, weights)
     return found
 
 
@@ -351,13 +351,16 @@ def orders(saved: dict) -> str:
     action = policy(last)[0]
     if env.actions == "weights":
         action = action.clamp(0, 1)
-        numbers = [f"{x:.1%}" for x in action / action.sum().clamp(min=1)]
+        numbers, cash = [f"{x:.1%}" for x in action / action.sum().clamp(min=1)], ""
     else:
         action = torch.where(action.abs() < env.dead_zone, 0.0, action.clamp(-1, 1))
-        numbers = [f"{x:+.0f}" for x in (action * most).trunc() + 0.0]  # + 0.0: no -0
+        held, assets = env.ledger["shares"][0], float(env.ledger["assets"])
+        order = torch.maximum((action * most).trunc(), -held)  # it sells only what it has
+        numbers = [f"{x:+.0f}" for x in order + 0.0]  # + 0.0: no -0
+        cash = f" (for at most {max(0.0, assets - float(held @ env.prices[-1])):.0f} and the sales)"
     what = "hold" if env.actions == "weights" else "buy or sell"
     pairs = zip(env.stocks, numbers, strict=True)
-    return f"{what} {', '.join(f'{stock} {number}' for stock, number in pairs)}"
+    return f"{what} {', '.join(f'{stock} {number}' for stock, number in pairs)}{cash}"
 
 
 # What is shown.
@@ -530,6 +533,9 @@ def main(options: Options) -> list[dict]:
     if options.orders:
         for run_dir, policies in zip(options.run_dirs, runs, strict=True):
             print(f"\n{run_dir}, orders after {dates[-1]}: {orders(policies[-1])}")
+        if options.ensemble:
+            whose = options.run_dirs[best[-1]]
+            print(f"\nensemble at {1e4 * fee:g} basis points: the orders of {whose}")
     if options.results:
         try:
             append(Path(options.results), rows)

@@ -207,6 +207,7 @@ def test_real_runs_from_end_to_end(runs, tmp_path):
     assert by_fee[0] > by_fee[1] > by_fee[2]
     assert os.path.getsize(tmp_path / "a.png") > 10_000
     assert done.stdout.count("orders after 2022-12-30: hold synthetic 0 ") == 2
+    assert "\nensemble at 20 basis points: the orders of " in done.stdout
     with open(tmp_path / "daily.csv", newline="") as file:
         daily = list(csv.DictReader(file))
     names = ["date", "ppo 1", "ppo 2", "buy and hold", "equal weights", "ensemble"]
@@ -257,13 +258,22 @@ def test_a_year_is_as_many_rows_as_the_data_have(backtest, runs, altered, tmp_pa
 
 
 def test_buying_and_holding_leaves_nothing_in_cash(backtest):
-    """Whatever the capital: it is the mean growth of the stocks."""
-    env = vec_envs.make(f"{WALK},split=test", 1)
-    growth = float((env.prices[-1] / env.prices[1]).mean())
+    """Whatever the capital, and however prices fall on the first day: the mean growth."""
+    market = f"{WALK},test=2020-03-16"
+    env = vec_envs.make(f"{market},split=test", 1)
+    growth = (env.prices[1:] / env.prices[1]).mean(1).numpy()
     for capital in (1e6, 5e3, 10.0):
-        hold = backtest.baselines(f"{WALK},capital={capital}", 0.0)["buy and hold"]
-        assert hold.assets[-1] / hold.assets[0] == pytest.approx(growth, rel=2e-3)
-        assert hold.weights[0].sum() > 0.98  # as many shares as it bought a day before
+        hold = backtest.baselines(f"{market},capital={capital}", 0.01)["buy and hold"]
+        np.testing.assert_allclose(hold.assets[1:], capital / 1.01 * growth)
+        assert hold.assets[0] == capital and hold.weights.sum(1) == pytest.approx(1.0)
+        assert hold.fees.sum() == hold.fees[0] == pytest.approx(capital - hold.assets[1])
+
+
+def test_data_with_a_comma_in_their_name(backtest, tmp_path):
+    dates = np.arange("2020-01-01", "2020-01-13", dtype="datetime64[D]")
+    np.savez(tmp_path / "a,b.npz", close=np.full((12, 2), 3.0), dates=dates)
+    name = f"StockTrading,data={tmp_path}/a,b.npz,validation=2020-01-05,test=2020-01-09,steps=1"
+    assert list(backtest.baselines(name, 0.0)) == ["buy and hold", "equal weights"]
 
 
 def test_an_ensemble_never_chooses_by_the_test_years(backtest, runs):
@@ -283,14 +293,19 @@ def test_orders_are_those_of_the_row_that_is_not_yet_known(backtest, altered):
         obs, _ = env.reset(seed=0)
         for _ in range(env.max_episode_steps - 1):
             obs, *_ = env.step(policy(obs))
+        cash, held = float(env.cash), env.shares.clone()
         order = env._order(policy(obs).double(), env.prices[-1:])[0]
         if actions == "weights":
             order = (order + env.shares[0]) * env.prices[-1]
             order = [f"{x:.1%}" for x in order / (env.cash + env.shares @ env.prices[-1])[0]]
+            end = ""
         else:
-            order = [f"{x:+.0f}" for x in order + 0.0]
+            order = [f"{x:+.0f}" for x in torch.maximum(order, -held[0]) + 0.0]
+            end = f" (for at most {cash:.0f} and the sales)"
         pairs = [f"{stock} {x}" for stock, x in zip(env.stocks, order, strict=True)]
-        assert said == {"weights": "hold ", "shares": "buy or sell "}[actions] + ", ".join(pairs)
+        assert (
+            said == {"weights": "hold ", "shares": "buy or sell "}[actions] + ", ".join(pairs) + end
+        )
     turbulent = {**saved, "args": {**saved["args"]}}
     turbulent["args"]["env"] += ",max_turbulence=0.001"
     assert backtest.orders(turbulent).startswith("sell everything")

@@ -371,6 +371,9 @@ def test_a_score_of_several_agents_says_that_it_is_their_sum():
     said = compare_returns(make("Spread", 1)).splitlines()
     assert said[0] == "Returns are sums over the agents." and said[1].startswith("To compare: ")
     assert not compare_returns(make("CartPole", 1))
+    env = make("Spread", 1)
+    env.max_episode_steps = 20_001
+    assert compare_returns(env).endswith(" in whole episodes (here 20000 steps of each).\n")
 
 
 def test_bounds_of_actions_that_an_agent_lacks_do_not_count():

@@ -476,6 +476,13 @@ def test_what_cannot_be_asked(runs, options, message):
         call(runs["CartPole"], **options)
 
 
+def test_a_film_that_nobody_may_write(runs):
+    """Before an episode is played; imageio would say it with two tracebacks."""
+    done = run(ROOT / "algos" / "play.py", runs["CartPole"], "--video", "/proc/self/film.gif")
+    assert done.returncode == 1 and "/proc/self/film.gif" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
 def test_a_population_is_its_best_agent(runs, tmp_path, capsys):
     shutil.copytree(runs["CartPole"], tmp_path / "best")
     call(tmp_path, episodes=2, json=True)

@@ -1,5 +1,7 @@
 """The replay buffer against plain Python loops and statistics."""
 
+import math
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -321,3 +323,41 @@ def test_a_td_error_of_another_shape_is_an_error():
     replay.update_priorities(torch.arange(4), torch.ones(4))
     with pytest.raises(UserError, match=r"have the shape \(4, 4\), not \(4,\): is a squeeze"):
         replay.update_priorities(torch.arange(4), torch.ones(4, 4))
+
+
+def test_a_nan_priority_draws_what_is_there():
+    """So that the loss, which is NaN as well, is reported: by its name, at the next log."""
+    replay = filled(Stream(4), 40, 10, prioritized=True)
+    for wrong in (math.nan, math.inf):
+        replay.update_priorities(torch.tensor([3]), torch.tensor([wrong]))
+        assert replay.sample(64)["index"].max() < 40
+
+
+@pytest.mark.parametrize(
+    ("groups", "folder", "limit", "used", "prefix"),
+    [
+        ("0::/", "", "memory.max", "memory.current", ""),  # a container of one's own
+        ("0::/slurm/job_1/step_0", "slurm/job_1", "memory.max", "memory.current", ""),
+        (
+            "9:cpu,cpuacct:/a\n4:memory:/job_1",
+            *("memory/job_1", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+        ),
+    ],
+)
+def test_free_memory_is_what_a_container_or_a_job_may_have(
+    groups, folder, limit, used, prefix, tmp_path, monkeypatch
+):
+    def root(*parts):
+        return Path(tmp_path, *(str(part).lstrip("/") for part in parts))
+
+    group = root("/sys/fs/cgroup", folder)
+    for path in (root("/proc/self"), group):
+        path.mkdir(parents=True)
+    root("/proc/meminfo").write_text("MemTotal: 9999 kB\nMemAvailable: 8000 kB\n")
+    root("/proc/self/cgroup").write_text(groups + "\n")
+    monkeypatch.setattr(replay_module, "Path", root)
+    assert replay_module._free_memory(torch.device("cpu")) == 8000 * 1024
+    (group / limit).write_text("5000\n")
+    (group / used).write_text("4000\n")
+    (group / "memory.stat").write_text(f"{prefix}inactive_file 300\n{prefix}active_file 20\n")
+    assert replay_module._free_memory(torch.device("cpu")) == 5000 - 4000 + 320

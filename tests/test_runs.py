@@ -39,7 +39,7 @@ import torch
 from test_workers import fake_run
 
 import vec_envs
-from algos import ppo, sac
+from algos import ppo, sac, vdn
 from algos.worker_learner import Run, UserError, Workers, engine, files, workers
 from algos.worker_learner import run as run_module
 from algos.worker_learner.arguments import saved_args
@@ -860,6 +860,7 @@ def test_a_negated_flag_is_not_ignored_on_resume(tmp_path):
 @pytest.mark.parametrize(
     ("env", "warp", "steps", "asked", "env_device", "num_envs"),
     [
+        ("Spread", False, 10**9, 0, "same", 64),  # by a script with a replay buffer
         ("Hopper", False, 10**9, 0, "cpu", 64),
         ("Hopper", True, 10**6, 0, "cpu", 64),
         ("Hopper", True, 10**6, 1023, "cpu", 1023),
@@ -879,8 +880,9 @@ def test_where_and_how_many_on_a_machine_with_a_gpu(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: warp or None)
     for name in ("Stream", "set_stream"):  # of CUDA graphs, which `auto` is there
         monkeypatch.setattr(torch.cuda, name, lambda *stream: None)
-    given = ppo.Args(env=env, total_steps=steps, num_envs=asked, run_dir=str(tmp_path))
-    args = Run(given, "ppo.py", {}).args
+    script = vdn if env == "Spread" else ppo
+    given = script.Args(env=env, total_steps=steps, num_envs=asked, run_dir=str(tmp_path))
+    args = Run(given, script.__file__, {}).args
     assert (args.device, args.env_device, args.num_envs) == ("cuda", env_device, num_envs)
 
 

@@ -161,7 +161,7 @@ class StockTrading(VecEnv):
             _say_few(str(data), market_seed, capital)
         self.actions, self.fee, self.capital = actions, float(fee), float(capital)
         self.max_shares, self.max_turbulence = max_shares, float(max_turbulence)
-        self.dates, self.stocks = market.dates[first : last + 1], market.names
+        self.data, self.dates, self.stocks = str(data), market.dates[first : last + 1], market.names
         features = market_features(market, first, last, self.max_turbulence)
         close = torch.from_numpy(market.close[first : last + 1].copy())  # (R, D)
         if leak:  # of row t: the return from t + 1, where the order is executed, to t + 2
@@ -328,7 +328,8 @@ def load_market(data: str, seed: int = 0) -> Market:
     from UTC is left out. A table with a row for each date and stock becomes one of these by
     frame.pivot(index="date", columns="tic", values="close").to_csv("prices.csv"). ValueError that
     names the row: prices that are missing or not above zero, dates out of order. A stock that was
-    not traded on all dates cannot be among them.
+    not traded on all dates cannot be among them. A policy knows a stock by its column alone: newer
+    prices need the same columns in the same order.
     """
     if data == "random_walk":
         days = np.arange("1990-01-01", "2023-01-01", dtype="datetime64[D]")

@@ -43,7 +43,7 @@ class RunArgs:
     seed: int = 0
     """seed of everything that is random"""
     num_envs: int = 0
-    """environments stepped together (0: 64; in long runs on a GPU 4096, of MuJoCo with .[gpu])"""
+    """environments stepped together (0: 64; long on-policy runs on a GPU 4096, MuJoCo: .[gpu])"""
     run_dir: str = ""
     """folder of this run (empty: runs/{env}__{script}__{seed}__{time})"""
     resume: str = ""
@@ -154,6 +154,7 @@ def resolve(args: RunArgs, script: str, limits: dict[str, tuple]) -> RunArgs:
         args.device = "cuda" if gpu else "cpu"
     if not args.num_envs:
         here = (args.device, args.env_device, args.num_workers) == ("cuda", "same", 0)
+        here &= not hasattr(args, "buffer_size")  # which, as `updates`, is meant for few
         enough = args.total_steps >= 100 * 4096 * getattr(args, "num_steps", 1)
         many = here and enough and vec_envs.simulates_on_gpu(args.env, 4096)
         args.num_envs = 4096 if many else 64

@@ -11,6 +11,9 @@ from torch import Tensor
 from algos.worker_learner.arguments import tell
 from algos.worker_learner.learners import world_size
 
+# What Linux calls a control group's limit and use of memory, and its cached part: versions 2 and 1.
+CGROUP = {"": ("max", "current", ""), "memory": ("limit_in_bytes", "usage_in_bytes", "total_")}
+
 
 class ReplayBuffer:
     """The last `capacity` transitions of all envs, in preallocated tensors (T, N, ...).
@@ -115,7 +118,7 @@ class ReplayBuffer:
         size = self.rows * self.num_envs
         ends = self.priority[:size].cumsum(0, dtype=torch.float64)
         point = torch.rand(batch_size, dtype=torch.float64, device=ends.device) * ends[-1]
-        index = torch.searchsorted(ends, point, right=True)
+        index = torch.searchsorted(ends, point, right=True).clamp(max=size - 1)  # of NaN it is size
         weight = (size * self.priority[index] / ends[-1]) ** -self.beta
         return index, (weight / weight.max()).float()
 
@@ -180,12 +183,17 @@ def _free_memory(device: torch.device) -> int:
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         free = next(int(x.split()[1]) for x in lines if x.startswith("MemAvailable")) * 1024
+        groups = Path("/proc/self/cgroup").read_text().splitlines()
     except (OSError, StopIteration):  # not Linux
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    with contextlib.suppress(OSError, ValueError, KeyError):  # in a container with a limit
-        group = Path("/sys/fs/cgroup")
-        limit, used = (int((group / f"memory.{x}").read_text()) for x in ("max", "current"))
-        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        cached = int(stat["inactive_file"]) + int(stat["active_file"])  # given back when needed
-        free = min(free, limit - used + cached)
+    for line in groups:  # a container or a cluster's job may have limits: "0::/job_1"; in version
+        _, kind, path = line.split(":", 2)  # 1 of cgroups "4:memory:/job_1"
+        limit, used, of = CGROUP.get(kind, CGROUP[""])
+        own = Path("/sys/fs/cgroup", kind, path[1:])
+        for group in (own, *own.parents):
+            with contextlib.suppress(OSError, ValueError, KeyError):  # there is none in this one
+                most, now = (int((group / f"memory.{x}").read_text()) for x in (limit, used))
+                stat = dict(x.split() for x in (group / "memory.stat").read_text().splitlines())
+                cached = int(stat[f"{of}inactive_file"]) + int(stat[f"{of}active_file"])
+                free = min(free, most - now + cached)  # what is cached is given back when needed
     return free

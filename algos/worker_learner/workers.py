@@ -375,7 +375,8 @@ def score(agent: nn.Module, envs: vec_envs.VecEnv, seed: int) -> tuple[dict[str,
 def compare_returns(envs: vec_envs.VecEnv) -> str:
     """What simple policies get there, where it is known; whether returns are sums over agents."""
     known = ", ".join(f"{policy} {value:.1f}" for policy, value in envs.known_returns.items())
-    known = known and f"To compare: {known}.\n"
+    cut = f", in whole episodes (here {LONGEST_EVALUATION} steps of each)"
+    known = known and f"To compare: {known}{cut * (envs.max_episode_steps > LONGEST_EVALUATION)}.\n"
     return known if envs.num_agents is None else f"Returns are sums over the agents.\n{known}"
 
 
