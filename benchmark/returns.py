@@ -16,6 +16,8 @@ makes those).
 
 import csv
 import fcntl
+import hashlib
+import io
 import itertools
 import json
 import os
@@ -25,6 +27,7 @@ import shlex
 import statistics
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -78,12 +81,12 @@ class Options:
 
 
 def commit() -> str:
-    """The commit of this tree, marked where files differ from it, other than results."""
+    """The commit of this tree, marked where code differs from it or is new."""
 
     def git(*words: str) -> str:
         return subprocess.run(["git", "-C", ROOT, *words], capture_output=True, text=True).stdout
 
-    changed = git("status", "--porcelain", "--untracked-files=no", ":!benchmark/results")
+    changed = git("status", "--porcelain", "algos", "vec_envs", "benchmark", ":!benchmark/results")
     return (git("rev-parse", "--short=10", "HEAD").strip() or "unknown") + "-dirty" * bool(changed)
 
 
@@ -131,7 +134,7 @@ def finish(command: list[str], run_dir: Path, version: str) -> bool:
             begun_at(run_dir, command)
         elif resume:
             raise SystemExit(f"{run_dir} is of a run that no benchmark began; delete it")
-        else:
+        if not resume:  # else the commit is that of its first step
             begun.write_text(json.dumps({"command": shlex.join(command), "commit": version}))
         rest = ["--resume", run_dir] if resume else [*command[2:], "--run-dir", run_dir]
         done = subprocess.run(
@@ -143,10 +146,37 @@ def finish(command: list[str], run_dir: Path, version: str) -> bool:
     return True
 
 
+def spelled_out(flags: list[str]) -> list[str]:
+    """--flag_name=value as --flag-name value."""
+    found = []
+    for word in flags:
+        name, equals, value = word.partition("=")
+        named = [name.replace("_", "-"), *([value] if equals else [])]
+        found += named if word.startswith("--") else [word]
+    return found
+
+
+def run_all(train: Callable[..., None], jobs: list[tuple], parallel: int) -> None:
+    """All jobs, some at a time. One that fails stops no other; at the end SystemExit says why."""
+
+    def why_not(job: tuple) -> str:
+        try:
+            train(*job)
+        except SystemExit as error:
+            return str(error)
+        return ""
+
+    with ThreadPoolExecutor(parallel) as pool:
+        if failed := list(filter(None, pool.map(why_not, jobs))):
+            raise SystemExit("\n".join(failed))
+
+
 def train(options: Options, flags: list[str], seed: int, version: str) -> None:
     """One run to its end, and its rows."""
     words = [options.script, options.env, *flags, str(seed)]
     name = "__".join(w.removeprefix("--").replace("/", "-").replace(":", "-") for w in words)
+    if len(name.encode()) > 200:  # a folder's name may have 255 bytes
+        name = f"{name[:150]}__{hashlib.sha256(name.encode()).hexdigest()[:16]}"
     run_dir = options.runs_dir / name
     command = ["python", f"algos/{options.script}.py", "--env", options.env, "--seed", str(seed)]
     command += ["--env-threads", str(options.env_threads)]
@@ -181,17 +211,23 @@ def train(options: Options, flags: list[str], seed: int, version: str) -> None:
 
 
 def append(path: Path, rows: list[dict]) -> None:
-    """Add rows to a CSV; SystemExit if it has other columns."""
+    """Add rows to a CSV, but for those that it has; SystemExit if it has other columns."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a+", newline="") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # two runs may end at once
-        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
         file.seek(0)
-        if not (header := file.readline().strip()):
+        header, *before = file.read().splitlines(keepends=True) or [""]
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+        if not header:
             writer.writeheader()
-        elif header != ",".join(rows[0]):
+        elif header.strip() != ",".join(rows[0]):
             raise SystemExit(f"{path} is a file of other columns; name another one")
+        elif not (before or [header])[-1].endswith("\n"):
+            raise SystemExit(f"{path}: its last line was written only in part; remove that line")
         writer.writerows(rows)
+        new = text.getvalue().splitlines(keepends=True)
+        file.write("".join(line for line in new if line not in before))  # some may come again
 
 
 def settings(command: str) -> str:
@@ -337,9 +373,8 @@ def main(options: Options, flags: list[str]) -> None:
     if options.table:
         table(options.results)
         return
-    version = commit()  # before returns.csv changes
-    with ThreadPoolExecutor(options.parallel) as pool:
-        list(pool.map(lambda seed: train(options, flags, seed, version), options.seeds))
+    version, flags = commit(), spelled_out(flags)  # the commit before returns.csv changes
+    run_all(train, [(options, flags, seed, version) for seed in options.seeds], options.parallel)
 
 
 if __name__ == "__main__":

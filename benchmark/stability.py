@@ -1,9 +1,9 @@
 """Does the H-term make training more reliable? Many seeds of several arms, and the statistics.
 
     pip install -e ".[benchmark]"
-    python benchmark/stability.py --env Hopper --arms base hterm --seeds 20 --results runs/study
-    python benchmark/stability.py --table          # only analyse results/hterm/runs.csv.gz
-    python benchmark/stability.py --beside rate    # the same with another arm than the base, shown
+    python benchmark/stability.py --env Hopper --arms base hterm --seeds 20
+    python benchmark/stability.py --table          # only analyse runs/study/runs.csv.gz
+    python benchmark/stability.py --beside hterm   # the same with another arm than the base, shown
     python benchmark/stability.py --only-seeds 4000 4009    # the same of some seeds, shown
 
 The first trains what is missing, two single-threaded runs at a time, and appends each to the file
@@ -12,7 +12,7 @@ write beside that file seeds.csv (a row a run), table.csv (a row an arm), across
 several environments) and a figure for each environment. All arms have the same seeds. An arm is a
 command, see ARMS; others can be given as "NAME=SCRIPT FLAGS":
 
-    python benchmark/stability.py --arms base "gae=ppo --gae-lambda 0.98" --seeds 8
+    python benchmark/stability.py --arms base "gae=ppo --gae-lambda 0.98" mine=my_ppo --seeds 8
 
 Of a run count: `final`, the mean deterministic return over the last 10 % of its samples; `area`,
 the same over all of them; `drawdown`, the deepest fall below an earlier evaluation. Across runs:
@@ -34,7 +34,6 @@ import sys
 import warnings
 import zlib
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -42,7 +41,18 @@ from typing import BinaryIO
 import numpy as np
 import torch
 import tyro
-from returns import RESULTS, ROOT, append, begun_at, commit, evaluations, fewer_colours, finish
+from returns import (
+    OURS,
+    ROOT,
+    append,
+    begun_at,
+    commit,
+    evaluations,
+    fewer_colours,
+    finish,
+    run_all,
+    spelled_out,
+)
 from scipy import integrate, stats
 
 from algos.worker_learner.arguments import say_in_one_sentence
@@ -88,7 +98,7 @@ class Options:
     """runs at a time"""
     runs_dir: Path = ROOT / "runs" / "hterm"
     """where the run folders are"""
-    results: Path = RESULTS / "hterm"
+    results: Path = ROOT / "runs" / "study"
     """folder of the study: its runs, tables and figures"""
     table: bool = False
     """train nothing: the tables and figures of what there is"""
@@ -177,6 +187,9 @@ def script_of(arm: str) -> tuple[str, str, list[str]]:
     folder = "benchmark" if script in ("hterm_control", "hterm_forms") else "algos"
     if not (ROOT / folder / f"{script}.py").exists():
         raise SystemExit(f"--arms has {name}, but there is no {folder}/{script}.py")
+    flags = spelled_out(flags)
+    if ours := OURS.union(("--total-steps", "--eval-every", "--device")).intersection(flags):
+        raise SystemExit(f"--arms has {name} with {ours.pop()}, which all arms have in common")
     return name, f"{folder}/{script}.py", flags
 
 
@@ -192,18 +205,38 @@ def arm_command(arm: str, options: Options) -> tuple[str, list[str]]:
     return name, command + flags
 
 
+def is_finished(runs: dict, path: Path, name: str, command: list[str]) -> bool:
+    """Whether a run is in the file of the study; SystemExit if it is there of another command."""
+    if name not in runs:
+        return False
+    if (before := runs[name][0]["command"]) != shlex.join(command):
+        raise SystemExit(
+            f"{path} has {name} of another command, {before}; "
+            "give the arm another name or the study another folder (--results)"
+        )
+    return True
+
+
+def check_commands(options: Options, jobs: list[tuple], version: str) -> None:
+    """Before hours of training: SystemExit where a finished run is of another command.
+
+    Says so, too, if it is of another commit: it is not trained again.
+    """
+    runs, older = read_runs(path := options.results / RUNS), set()
+    for _, arm, command, seed, _ in jobs:
+        about = {"env": options.env, "steps": options.total_steps, "arm": arm, "seed": seed}
+        if is_finished(runs, path, name := run_name(about), [*command, "--seed", str(seed)]):
+            older.add(runs[name][0]["commit"])
+    if older := sorted(older - {version}):
+        print(f"Not repeated: finished runs of commit {', '.join(older)} (this is {version}).")
+
+
 def train(options: Options, arm: str, command: list[str], seed: int, version: str) -> None:
     """One run to its end, and its rows: one an evaluation."""
     about = {"env": options.env, "steps": options.total_steps, "arm": arm, "seed": seed}
     name, path = run_name(about), options.results / RUNS
     command = [*command, "--seed", str(seed)]
-    if name in (runs := read_runs(path)):
-        before = runs[name][0]["command"]
-        if before != shlex.join(command):
-            raise SystemExit(
-                f"{path} has {name} of another command, {before}; "
-                "give the arm another name or the study another folder (--results)"
-            )
+    if is_finished(read_runs(path), path, name, command):
         return
     run_dir = options.runs_dir / name
     if not finish(command, run_dir, version):
@@ -332,6 +365,7 @@ def summary(rows: list[dict[str, str]]) -> dict:
     span = steps[-1] - steps[0]
     area = integrate.trapezoid(returns, steps) / span if span else returns[0]
     late = steps > 0.9 * int(rows[0]["steps"])
+    late[-1] = True  # of a run that ended early, its last evaluation counts
     return about | {
         "final": round(float(returns[late].mean()), 2),
         "area": round(float(area), 2),
@@ -586,9 +620,9 @@ def main(options: Options) -> None:
     version = commit()  # before any file of results/ changes
     if not (options.table or options.beside or options.only_seeds):
         arms = [arm_command(arm, options) for arm in options.arms]
-        jobs = [(arm, seed) for seed in seeds(options) for arm in arms]  # arms keep pace
-        with ThreadPoolExecutor(options.parallel) as pool:
-            list(pool.map(lambda job: train(options, *job[0], job[1], version), jobs))
+        jobs = [(options, *arm, seed, version) for seed in seeds(options) for arm in arms]
+        check_commands(options, jobs, version)
+        run_all(train, jobs, options.parallel)  # in this order, so that arms keep pace
     finished = read_runs(options.results / RUNS).values()
     runs = [summary(rows) | {"rows": rows} for rows in finished]
     if options.only_seeds:

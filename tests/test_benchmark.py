@@ -93,12 +93,16 @@ def test_what_is_missing_is_said_before_anything_is_measured(throughput, time_to
 
 def test_rows_of_other_columns_are_refused(time_to_ant, tmp_path):
     rows = [{"a": "1", "b": "x, y"}]
-    for _ in range(2):
-        time_to_ant.append(tmp_path / "a.csv", rows)
-    assert (tmp_path / "a.csv").read_text() == 'a,b\n1,"x, y"\n1,"x, y"\n'
+    for more in ([], [{"a": "2", "b": ""}]):  # what is there already is not written again
+        time_to_ant.append(tmp_path / "a.csv", rows + more)
+    assert (tmp_path / "a.csv").read_text() == 'a,b\n1,"x, y"\n2,\n'
     with pytest.raises(SystemExit, match=r"a\.csv is a file of other columns"):
         time_to_ant.append(tmp_path / "a.csv", [{"a": "1"}])
     assert (tmp_path / "a.csv").read_text().count("\n") == 3
+    with open(tmp_path / "a.csv", "a") as file:
+        file.write("3,to")  # the disk was full
+    with pytest.raises(SystemExit, match=r"a\.csv: its last line was written only in part"):
+        time_to_ant.append(tmp_path / "a.csv", rows)
 
 
 def test_the_table_of_returns(tmp_path):
@@ -436,6 +440,8 @@ def test_a_run_in_three_numbers(stability):
     found = stability.summary(rows_of(7, [0, 100, 40, 80, 120, 60, 70, 90, 110, 130]))
     assert found["final"] == 130  # 900 is not in the last 10 %
     assert found["drawdown"] == 60 and found["area"] == pytest.approx((800 - 65) / 9, abs=0.01)
+    ended_early = stability.summary(rows_of(7, [0, 100, 40, 80, 120, 60, 70])[:3])
+    assert ended_early["final"] == 40
 
 
 def test_an_append_that_was_killed_loses_only_its_run(stability, tmp_path, capsys):
@@ -563,8 +569,9 @@ def test_a_finished_run_is_never_repeated(stability, monkeypatch, tmp_path, caps
     folders = {"runs_dir": tmp_path / "runs", "results": tmp_path / "results"}
     options = {"seeds": 4, "first_seed": 1000, "total_steps": 1000, "parallel": 1}
     options |= {"arms": ["base", "hterm"]}
-    with pytest.raises(SystemExit, match="killed"):
+    with pytest.raises(SystemExit, match=r"^killed$"):
         stability.main(stability.Options(**options, **folders))
+    assert len(calls) == 8  # it stopped no other
     for expected in (8 + 1, 8 + 1):  # the killed one was begun twice, none of the others
         stability.main(stability.Options(**options, **folders))
         assert len(calls) == expected
@@ -580,21 +587,40 @@ def test_a_finished_run_is_never_repeated(stability, monkeypatch, tmp_path, caps
     shown = capsys.readouterr().out
     assert "| base | 3 | 2,002 ± 1 |" in shown and "| hterm | 3 | 2,002 ± 1 |" in shown
     assert (folders["results"] / "table.csv").read_bytes() == before
-    options["arms"] = ["hterm=ppo_hterm --hterm-coef 0.1"]  # the same name, another command
+    monkeypatch.setattr(stability, "commit", lambda: "later")
+    stability.main(stability.Options(**options, **folders))
+    said = capsys.readouterr().out.splitlines()[0]
+    assert said.startswith("Not repeated: finished runs of commit ") and "is later)" in said
+    options["arms"] = [
+        "hterm=ppo_hterm --hterm-coef 0.1",
+        "other=ppo",
+    ]  # the same name, another command
     with pytest.raises(SystemExit, match="of another command"):
         stability.main(stability.Options(**options, **folders))
-    for wrong, said in (("nope", "'nope'; allowed is base, "), ("a=nope", "no algos/nope.py")):
+    for wrong, said in (
+        ("nope", "'nope'; allowed is base, "),
+        ("a=nope", "no algos/nope.py"),
+        ("a=ppo --total_steps=5", "has a with --total-steps, which all arms have in common"),
+    ):
         with pytest.raises(SystemExit, match=said):
             stability.main(stability.Options(arms=[wrong], **folders))
     assert len(calls) == 9
+
+
+def test_one_way_to_write_a_flag(stability):
+    words = ["--total_steps=5", "--env-options=a=b_c", "--compile", "none", "a=b_c", "--no_save"]
+    found = ["--total-steps", "5", "--env-options", "a=b_c", "--compile", "none", "a=b_c"]
+    assert stability.spelled_out(words) == [*found, "--no-save"]
 
 
 def test_a_run_at_work_elsewhere_is_left_alone(stability, tmp_path):
     with open(tmp_path / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert not stability.finish(["python", "algos/nope.py"], tmp_path, "now")
-    with pytest.raises(SystemExit, match="nope"):
-        stability.finish(["python", "algos/nope.py"], tmp_path, "now")
+    for version in ("now", "later"):  # the commit is that of the first step, which none has made
+        with pytest.raises(SystemExit, match="nope"):
+            stability.finish(["python", "algos/nope.py"], tmp_path, version)
+        assert json.loads((tmp_path / "begun.json").read_text())["commit"] == version
 
 
 def test_a_folder_is_not_taken_for_another_commands(stability, tmp_path):
