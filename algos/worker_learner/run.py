@@ -372,7 +372,9 @@ class Run:
         if largest_over_learners(int(inexact)):
             kinds = nn.Module | torch.optim.Optimizer if now else nn.Module
             state = {name: x for name, x in self._state.items() if isinstance(x, kinds)}
-            content = saved or {k: snapshot(x) for k, x in state.items()}
+            content = {}
+            if self.rank == 0:
+                content = saved or {k: snapshot(x) for k, x in state.items()}
             content = from_learner_0({k: content[k] for k in state if k in content})
             content = {k: files.what_fits(state[k], x) for k, x in content.items()}
             self._put_back(state, content, now)
