@@ -1,6 +1,7 @@
 """The MuJoCo environments against Gymnasium's own, step by step, and how they break."""
 
 import contextlib
+import importlib
 import multiprocessing
 import re
 import threading
@@ -177,11 +178,10 @@ def test_state_dict_continues_bit_for_bit(name, tmp_path):
 
 
 @pytest.mark.parametrize("backend", ["c", "warp"])
-def test_an_unstable_env_ends_alone(backend):
+def test_an_unstable_env_ends_alone(backend, request):
     """One env is thrown out of all bounds; the others must not notice."""
-    if backend == "warp":
-        pytest.importorskip("mujoco_warp")
-    env, calm = (make("HalfCheetah", 3, seed=0, backend=backend) for _ in range(2))
+    how = make if backend == "c" else request.getfixturevalue("make_warp")
+    env, calm = (how("HalfCheetah", 3, seed=0) for _ in range(2))
     env.reset()
     calm.reset()
     action = torch.zeros(3, 6)
@@ -236,15 +236,32 @@ def test_unknown_names_and_options():
         make("Ant", 0)
 
 
+@pytest.fixture
+def make_warp():
+    """`make` by mujoco_warp on a CPU, with half the compilation and a fifth of the solver's work.
+
+    Without a GPU Python launches all iterations, 100 in most models, needed or not; C makes 16 at
+    most in these tests.
+    """
+    pytest.importorskip("mujoco_warp")
+    importlib.import_module("warp").config.optimization_level = 0
+
+    def make_warp(name, num_envs, **options):
+        env = make(name, num_envs, backend="warp", **options)
+        env.sim.model.opt.iterations = 20
+        return env
+
+    return make_warp
+
+
 @pytest.mark.parametrize("name", [*MUJOCO, "Ant with elliptic cones"])
-def test_warp_agrees_with_c_until_chaos(name, tmp_path):
+def test_warp_agrees_with_c_until_chaos(name, tmp_path, make_warp):
     """From the same states, one step in single precision is one step in double.
 
     Not always: where a contact begins or ends within a step, the two get pushes of a different
     size. And Ant's feet are steep capsules, whose pyramids of friction the two turn differently:
     along the foot in C, along the world's axes in warp. Round cones have no such directions.
     """
-    pytest.importorskip("mujoco_warp")
     options = {}
     if name.endswith("cones"):
         text = (ASSETS / "ant.xml").read_text().replace("<option ", '<option cone="elliptic" ')
@@ -252,7 +269,7 @@ def test_warp_agrees_with_c_until_chaos(name, tmp_path):
         options["xml_file"] = str(tmp_path / "round.xml")
     kind, num_envs = name.split()[0], 4
     c = make(kind, num_envs, seed=0, **options)
-    warp = make(kind, num_envs, seed=0, backend="warp", **options)
+    warp = make_warp(kind, num_envs, seed=0, **options)
     c.reset()
     warp.reset()
     everyone = torch.ones(num_envs, dtype=torch.bool)
@@ -316,9 +333,8 @@ def test_a_forked_process_steps_on():
     env.step(torch.zeros(4, 3))
 
 
-def test_warp_restarts_only_the_masked():
-    pytest.importorskip("mujoco_warp")
-    env = make("Ant", 3, backend="warp", seed=0)
+def test_warp_restarts_only_the_masked(make_warp):
+    env = make_warp("Ant", 3, seed=0)
     env.reset()
     env.step(torch.zeros(3, 8))
     before = {name: field.clone() for name, field in env.sim.fields.items()}
@@ -330,10 +346,9 @@ def test_warp_restarts_only_the_masked():
     assert torch.allclose(env.sim.fields["torso_x"][1], env.qpos[1, :1])
 
 
-def test_warp_on_a_gpu_captures_on_a_stream_of_its_own(monkeypatch):
+def test_warp_on_a_gpu_captures_on_a_stream_of_its_own(monkeypatch, make_warp):
     """A stand-in without a GPU: CUDA refuses to capture on the default stream, which is torch's."""
-    pytest.importorskip("mujoco_warp")
-    sim = make("Hopper", 2, backend="warp", seed=0).sim
+    sim = make_warp("Hopper", 2, seed=0).sim
     done, streams = [], []
 
     @contextlib.contextmanager
