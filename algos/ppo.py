@@ -89,7 +89,7 @@ TUNED = {
     "HalfCheetah": dict(num_steps=32, minibatch_size=128, learning_rate=3e-4, initial_log_std=-1.0,
                         gamma=0.98, gae_lambda=0.92),
     "Hopper": dict(target_kl=0.01),
-    "Walker2d": dict(num_steps=32, initial_log_std=-1.0, gae_lambda=0.92),
+    "Walker2d": dict(num_steps=32),
     "Swimmer": dict(num_steps=256, gamma=0.9999, gae_lambda=0.98),
     "Pendulum": dict(minibatch_size=1024, learning_rate=1e-3, gamma=0.95),
     "LunarLanderContinuous-v3": dict(gamma=0.999, gae_lambda=0.98),
