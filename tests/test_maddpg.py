@@ -348,3 +348,14 @@ def test_opponents_and_play(tmp_path, capsys):
     assert exported(torch.zeros(5, 4, 16)).shape == (5, 4)
     with pytest.raises(UserError, match="Pendulum has one agent"):
         maddpg.train(maddpg.Args(**TINY, env="Pendulum", run_dir=str(tmp_path / "none")))
+
+
+@pytest.mark.parametrize("script", [maddpg, matd3])
+def test_updates_follow_what_is_collected_after_the_warm_up(script, tmp_path, monkeypatch):
+    """A rollout is 20 steps: from step 200 on there are two updates each time."""
+    made, update = [], script.update
+    monkeypatch.setattr(script, "update", lambda *given: made.append(1) or update(*given))
+    sizes = dict(total_steps=400, num_envs=4, num_steps=5, hidden_size=8, batch_size=8)
+    when = dict(warmup_steps=200, utd_ratio=0.1, eval_every=0, eval_episodes=1)
+    script.train(script.Args(env="SpreadContinuous", run_dir=str(tmp_path / "r"), **sizes, **when))
+    assert len(made) == 2 * 11

@@ -9,9 +9,10 @@ import torch
 from gymnasium.spaces import Box, Discrete, Tuple
 from mpe2 import simple_tag_v3
 
+from algos import maddpg, mappo, matd3, qmix, vdn
 from algos.worker_learner.workers import compare_returns
 from vec_envs import make
-from vec_envs.core import MultiAgentVecEnv, env_seeds
+from vec_envs.core import ContractError, MultiAgentVecEnv, env_seeds
 from vec_envs.gym import GymEnv
 
 # Two agents. "mortal" leaves after two steps, "other" after four: by its end, or by a time limit.
@@ -154,8 +155,6 @@ def test_masks_deaths_and_sizes(mortal, in_info, limit):
 
 def test_mappo_takes_only_available_actions(mortal, tmp_path):
     """The environment would refuse others; the dead are in the rollout, and in no policy loss."""
-    from algos import mappo
-
     result = mappo.train(
         mappo.Args(
             env=mortal,
@@ -170,6 +169,17 @@ def test_mappo_takes_only_available_actions(mortal, tmp_path):
         )
     )
     assert result.last_return == 6.0
+
+
+@pytest.mark.parametrize("script", [mappo, vdn, qmix])
+def test_of_who_has_left_nothing_counts_in_the_statistics(mortal, script, tmp_path):
+    """ "mortal" is there for two of four steps."""
+    sizes = dict(total_steps=400, num_envs=4, num_steps=20, hidden_size=8)
+    run = dict(eval_every=0, eval_episodes=1, run_dir=str(tmp_path / "run"))
+    script.train(script.Args(env=mortal, **sizes, **run))
+    saved = torch.load(tmp_path / "run" / "last.pt", weights_only=True)["agent"]
+    first, second = saved["normalizer.count"].view(2, 5)  # agents, their numbers
+    assert first.tolist() == [200.0] * 5 and second.tolist() == [400.0] * 5
 
 
 GRIDS = """
@@ -275,14 +285,107 @@ def test_who_dies_at_the_time_limit_of_others_does_not_go_on(tmp_path, monkeypat
         assert not terminated.any() and truncated.tolist() == [t == 3] * 2
         assert env.alive.tolist() == [[t == 3, True, True]] * 2
 
-    from algos import maddpg, mappo, matd3
-
     assert env.action_low.tolist() == [[-1, 0], [pytest.approx(-0.05), 0], [2, 2]]
     assert env.action_high.tolist() == [[1, 0], [pytest.approx(0.05), 0], [4, 4]]
     for script in (maddpg, matd3, mappo):  # each agent has its own range, and all of it
         agent = script.Agent(env, script.Args(num_envs=2, hidden_size=8))
         for end, bound in ((1.0, env.action_high), (-1.0, env.action_low)):
             assert torch.equal(agent.to_env(torch.full((2, 3, 2), end)), bound.expand(2, -1, -1))
+
+
+ODD = """
+import numpy as np
+from gymnasium.spaces import Box, Dict, Discrete, MultiDiscrete
+from pettingzoo import ParallelEnv
+
+class Odd(ParallelEnv):
+    metadata = {"name": "odd"}
+    possible_agents = ["a", "b"]
+    state_space = Box(-9, 9, (2,))
+
+    def __init__(self, how):
+        self.how = how
+
+    def state(self):  # not where everybody has left
+        return np.concatenate([np.ones(1) + self.steps for _ in self.agents])
+
+    def observation_space(self, agent):
+        parts = {"action_mask": Box(0, 1, (2 + 2 * (self.how == "parts"),), np.int8)}
+        parts["map" if self.how == "map" else "observation"] = Box(-99, 99, (1,))
+        return Dict(parts, z=Box(0, 9, (2,))) if self.how in ("parts", "map", "short") else Box(
+            -99, 99, (1,))
+
+    def action_space(self, agent):
+        return MultiDiscrete([2, 2]) if self.how == "parts" else Discrete(2)
+
+    def look(self):
+        seen = np.full(1, self.steps, np.float32)
+        parts = {"action_mask": np.ones({"short": 1, "parts": 4}.get(self.how, 2))}
+        parts |= {"map": seen, "observation": seen, "z": np.full(2, 7.0)}
+        seen = parts if self.how in ("parts", "map", "short") else seen
+        return dict.fromkeys(self.possible_agents, {} if self.how == "no array" else seen)
+
+    def infos(self):
+        if self.how == "late mask" and self.steps:
+            return {"a": {"action_mask": np.array([0, 1])}}
+        return None if self.how == "no infos" else dict.fromkeys(self.possible_agents)
+
+    def reset(self, seed=None, options=None):
+        self.agents, self.steps = list(self.possible_agents), 0
+        return self.look(), self.infos()
+
+    def step(self, actions):
+        self.steps += 1
+        if self.how == "stale":  # "a" is cut off at step 1, and said to be for ever
+            terminated = {"a": False, "b": self.steps == 3}
+            truncated = {"a": True, "b": False}
+        else:
+            terminated = dict.fromkeys(self.agents, self.steps == 3)
+            truncated = dict.fromkeys(self.agents, self.how == "both" and self.steps == 3)
+        self.agents = [x for x in self.agents if not (terminated[x] or truncated[x])]
+        rewards = dict.fromkeys(self.possible_agents, 1.0)
+        return self.look(), rewards, terminated, truncated, self.infos()
+
+parallel_env = Odd
+"""
+
+
+@pytest.fixture
+def odd(tmp_path, monkeypatch):
+    (tmp_path / "odd.py").write_text(ODD)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "odd", raising=False)
+    return "pettingzoo:odd"
+
+
+@pytest.mark.parametrize("how", ["both", "stale", "no infos"])
+def test_what_ended_in_the_last_step_decides_whether_the_episode_was_cut_off(odd, how):
+    """Who is terminated and truncated at once is terminated; who left before does not count."""
+    env = make(odd, 2, how=how)
+    env.reset()
+    for t in (1, 2, 3, 1):
+        *_, terminated, truncated, info = env.step(torch.zeros(2, 2, dtype=torch.int64))
+        assert terminated.tolist() == [t == 3] * 2 and not truncated.any()
+        assert info["final_alive"].tolist() == [[how != "stale", True]] * 2
+        # without agents there is no state: the last one stands for it
+        assert info["final_state"][0, -1] == min(t, 2) + 1 if how != "stale" else True
+
+
+def test_masks_and_observations_that_are_not_as_declared(odd):
+    with pytest.raises(ValueError, match="odd: action masks are supported of Discrete actions onl"):
+        make(odd, 1, how="parts")
+    for how, words in (
+        ("short", "odd: agent 0's action mask has 1 entries for 2 actions"),
+        ("no array", r"odd: an observation is not in its space Box\(-99.*TypeError"),
+    ):
+        with pytest.raises(ContractError, match=words):
+            make(odd, 1, how=how).reset()
+    env = make(odd, 1, how="late mask")
+    env.reset()
+    with pytest.raises(ContractError, match="agent 0's action mask comes in a step, and none"):
+        env.step(torch.zeros(1, 2, dtype=torch.int64))
+    obs, _ = make(odd, 1, how="map").reset()  # all parts but the mask, in the order of their names
+    assert obs[0, 0].tolist() == [0.0, 7.0, 7.0, 1.0, 1.0]
 
 
 class Pair(gymnasium.Env):

@@ -378,3 +378,16 @@ def test_play_export_and_refusals(tmp_path, capsys):
     ):
         with pytest.raises(UserError, match=message):
             vdn.train(vdn.Args(**TINY, env=env, run_dir=str(tmp_path / "none")))
+
+
+@pytest.mark.parametrize("script", [vdn, qmix])
+def test_what_train_learns_from(script, tmp_path, monkeypatch):
+    """So many batches of so many windows, each as long as a rollout."""
+    asked, windows = [], ReplayBuffer.windows
+    monkeypatch.setattr(
+        ReplayBuffer, "windows", lambda *given: asked.append(given[1:]) or windows(*given)
+    )
+    sizes = dict(total_steps=80, num_envs=4, num_steps=10, updates=3, batch_size=6, hidden_size=8)
+    run = dict(eval_every=0, eval_episodes=1, run_dir=str(tmp_path / "run"))
+    script.train(script.Args(env="Spread", **sizes, **run))
+    assert asked == [(6, 10)] * (2 * 3)

@@ -77,6 +77,7 @@ def make(
         hint = ", ".join(by_lower_case[match] for match in nearest)
         hint = f"the nearest names are {hint}" if hint else f"known are {', '.join(NAMES)}"
         hint += "; ids and classes of other packages have their module before them, module:Id-v0"
+        hint += " (a module of PettingZoo: pettingzoo:mpe2.simple_tag_v3)"
         raise ValueError(f"unknown environment {name!r}; {hint}")
     if ".py:" in name:
         raise ValueError(f"{name}: a module is named as in an import, without .py")

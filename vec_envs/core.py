@@ -42,10 +42,10 @@ terminated, truncated and the statistics stay (N,); `episode_return` sums over t
 - `state` (N, state_dim) is what a centralised critic may see in training: the environment's own
   state where it defines one, else all observations concatenated without the padding;
   `info["final_state"]` is to it what `final_obs` is to `obs`.
-- `alive` (N, A): false once an agent has left an episode that others continue. Its observation
-  is zero then, its reward 0 (or its share, where a reward is the team's), its action ignored.
-  An environment that changes it has it in `state_names`.
-  `info["final_alive"]` is to it what `final_obs` is to `obs`.
+- `alive` (N, A): false once an agent has left an episode that others continue, even by a limit of
+  its own, which is no truncation then: scripts take its value as 0. Its observation is zero, its
+  reward 0 (or its share, where a reward is the team's), its action ignored. An environment that
+  changes it has it in `state_names`. `info["final_alive"]` is to it what `final_obs` is to `obs`.
 - `action_low`, `action_high` (A, act_dim), with continuous actions: each agent's own bounds.
 - `available_in_obs`: if true, the last n entries of each observation say which of the n actions are
   allowed now (1) or not (0), so that an observation is never stored without its mask.

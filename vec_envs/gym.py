@@ -191,7 +191,11 @@ def flattener(name: str, space: gymnasium.Space) -> Callable[[Any], np.ndarray]:
     size = flatdim(space) if space.is_np_flattenable else 0  # which `check_spaces` refuses
 
     def flat(observation: Any) -> np.ndarray:
-        vector = flatten(space, observation)
+        try:
+            vector = flatten(space, observation)
+        except Exception as error:
+            reason = f"an observation is not in its space {short(space)} ({in_words(error)})"
+            raise ContractError(f"{name}: {reason}") from error
         if vector.shape != (size,):
             numbers = f"an observation has {vector.size} numbers and not {size}, as its space"
             raise ContractError(f"{name}: {numbers} {short(space)}")
@@ -259,7 +263,8 @@ def maker(name: str, options: dict[str, Any]) -> Callable[[], gymnasium.Env]:
     except gymnasium.error.Error as error:
         neither = (
             f"the package {package!r} does not register {id!r}, nor is that a subclass of VecEnv "
-            "in it (a gymnasium.Env is made by its id, so register it)"
+            "in it (a gymnasium.Env is made by its id, so register it; a module of PettingZoo has "
+            "its prefix: pettingzoo:mpe2.simple_tag_v3)"
         )
         raise ValueError(f"{name}: {neither if package else error}") from error
 

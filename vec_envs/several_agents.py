@@ -18,7 +18,7 @@ import torch
 from gymnasium.spaces import Box, Dict, Discrete
 from torch import Tensor
 
-from vec_envs.core import MultiAgentVecEnv, env_seeds
+from vec_envs.core import ContractError, MultiAgentVecEnv, env_seeds
 from vec_envs.gym import (
     NO_TIME_LIMIT,
     Outside,
@@ -49,7 +49,7 @@ class MultiAgentGymEnv(Outside, MultiAgentVecEnv):
     "action_mask", the masks stand at the end of the observations (`available_in_obs`). The state is
     the env's own `state()` where it has one. An agent that was terminated or truncated, or is no
     longer in PettingZoo's `agents`, is not `alive`; the episode ends when none is left, truncated
-    if any agent was truncated in its last step.
+    if any agent was truncated, and not terminated, in its last step.
 
     ValueError: unknown module, id or option, missing package, space that is not supported.
     """
@@ -76,6 +76,8 @@ class MultiAgentGymEnv(Outside, MultiAgentVecEnv):
         if first.action_masks is None:  # masks and state() may not exist before
             first.reset(env_seeds(seed, 1)[0], None)
         masked = any(m is not None for m in first.action_masks) and isinstance(actions[0], Discrete)
+        if masked and not all(isinstance(space, Discrete) for space in first.action_spaces):
+            raise ValueError(f"{name}: action masks are supported of Discrete actions only")
         spaces = observations, actions
         super().__init__(name, num_envs, device, seed, *spaces, NO_TIME_LIMIT, masked)
         self._own_state = None if first.state() is None else torch.empty(0)  # (N, state_dim)
@@ -92,6 +94,7 @@ class MultiAgentGymEnv(Outside, MultiAgentVecEnv):
 
     def _observe(self) -> Tensor:
         """The observations of all agents, padded (N, A, obs_dim); also reads `alive` and states."""
+        discrete = isinstance(self.single_action_space, Discrete)
         n = int(self.single_action_space.n) if self.available_in_obs else 0
         shape = (self.num_envs, self.num_agents, *self.single_observation_space.shape)
         obs = np.zeros(shape, np.float32)
@@ -100,8 +103,12 @@ class MultiAgentGymEnv(Outside, MultiAgentVecEnv):
             for agent, (observation, mask) in enumerate(pairs):
                 if observation is not None:
                     obs[i, agent, : len(observation)] = observation
+                    own = int(self.action_mask[agent].sum()) if n else 0
+                    if mask is not None and len(mask) != own and discrete:
+                        told = f"has {len(mask)} entries for {own} actions"
+                        told = told if n else "comes in a step, and none came at the first reset"
+                        raise ContractError(f"{self.name}: agent {agent}'s action mask {told}")
                     if n:
-                        own = int(self.action_mask[agent].sum())
                         # A mask that allows nothing, as at an episode's end, is taken to allow
                         # all: a policy cannot be computed over an empty set of actions.
                         given = mask is not None and np.any(mask)
@@ -125,20 +132,29 @@ class _PettingZooEnv:
 
     action_masks: list[np.ndarray | None] | None = None
     success: float | None = None
+    _state: np.ndarray | None = None
 
     def __init__(self, name: str, env: Any):
         self.env, self.agents = env, env.possible_agents
         spaces = [env.observation_space(agent) for agent in self.agents]
         masked = [isinstance(space, Dict) and "action_mask" in space.keys() for space in spaces]
-        pairs = zip(spaces, masked, strict=True)
-        self.observation_spaces = [space["observation"] if has else space for space, has in pairs]
+        self.observation_spaces = [
+            Dict({k: part for k, part in space.items() if k != "action_mask"}) if has else space
+            for space, has in zip(spaces, masked, strict=True)
+        ]
         self.action_spaces = [env.action_space(agent) for agent in self.agents]
         self._masked, self._flat = masked, [flattener(name, x) for x in self.observation_spaces]
         space = getattr(env, "state_space", None)
         self._has_state = isinstance(space, Box) and len(space.shape) == 1
 
     def state(self) -> np.ndarray | None:
-        return self.env.state() if self._has_state else None
+        if self._has_state:
+            try:
+                self._state = self.env.state()
+            except Exception:  # without agents some have none: then their last one is taken
+                if self.env.agents:
+                    raise
+        return self._state
 
     def reset(self, seed: int | None, options: dict | None) -> None:
         observations, infos = self.env.reset(seed=seed, options=options)
@@ -155,21 +171,21 @@ class _PettingZooEnv:
         # An env should take who has left from its `agents`; not all of them do.
         left = {agent for ends in (terminations, truncations) for agent in ends if ends[agent]}
         present = [agent for agent in self.env.agents if agent not in left]
-        over, cut_off = not present, [agent for agent in self.agents if truncations.get(agent)]
-        truncated = bool(cut_off)
-        self._store(observations, infos, present or cut_off)  # at the end: who could have gone on
+        cut_off = [a for a in given if truncations.get(a) and not terminations.get(a)]
+        over, truncated = not present, bool(cut_off)
+        seen = present or cut_off or list(given)  # at the end: who could have gone on, if any
+        self._store(observations, infos, seen)
         rewards = [number(rewards.get(agent, 0.0)) for agent in self.agents]
         return rewards, over and not truncated, over and truncated
 
     def _store(self, observations: dict, infos: dict, present: list) -> None:
         self.observations, self.action_masks = [], []
-        seen = present or self.agents  # the episode is over: these observations are its final ones
         for agent, masked, flat in zip(self.agents, self._masked, self._flat, strict=True):
-            obs = observations.get(agent) if agent in seen else None
-            mask = infos.get(agent, {}).get("action_mask")
-            if obs is not None and masked:
-                obs, mask = obs["observation"], obs["action_mask"]
+            obs = observations.get(agent) if agent in present else None
+            mask = ((infos or {}).get(agent) or {}).get("action_mask")
             self.observations.append(None if obs is None else flat(obs))
+            if obs is not None and masked:
+                mask = obs["action_mask"]
             self.action_masks.append(mask)
 
 
