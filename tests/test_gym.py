@@ -463,6 +463,7 @@ def test_options_behind_the_name():
         "CartPole-v1,seed=3": "seed cannot follow the name 'CartPole-v1'",
         "FrozenLake-v1,map_name=none": "FrozenLake-v1: KeyError: 'none'",
         "Spread,physics=openai,dtype": "physics is 'openai,dtype'",
+        "Spread,physic=openai": "unexpected keyword argument 'physic'; its options are physics",
         "FetchReach-v4": "unknown environment .* module before them, module:Id-v0 .a module of P",
         "mpe2:simple_tag_v3": "does not register .* PettingZoo has its prefix: pettingzoo:mpe2",
     }.items():

@@ -63,7 +63,8 @@ def make(
         except (TypeError, LookupError) as error:  # of an option, or of the call itself
             if error.__traceback__.tb_next is not None and not (options and name in NAMES):
                 raise  # from within: somebody looks for a bug in a class of their own
-            own = inspect.signature(kind).parameters
+            all_own = (inspect.signature(base).parameters for base in kind.__mro__)
+            own = next(own for own in all_own if "options" not in own)  # not where it hands them on
             hint = f"; its options are {', '.join([*own][3:])}" if [*own][3:] else ""
             raise ValueError(f"{name}: {error}{hint * ('keyword' in str(error))}") from error
     import gymnasium
