@@ -19,7 +19,7 @@ normalised by running statistics); a truncated episode bootstraps from its true 
 loss, value clip or PopArt (returns are normalised, the critic's last layer is not rescaled); no
 death masking (dead agents have a value: they get credit for what their team earns later); learning
 rate and c_H are annealed, c_H from 0.03 (0.01; with less, a speaker may use one word for two
-goals); γ is 0.9 (0.99), the rate 1e-3 (7e-4), the norm of all gradients at most 0.5 (10 each).
+goals); γ is 0.9 (0.99), the rate 1e-3 (7e-4), the joint gradient norm ≤ 0.5 (10 per network).
 """
 
 from dataclasses import dataclass

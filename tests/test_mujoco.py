@@ -238,7 +238,7 @@ def test_unknown_names_and_options():
 
 @pytest.fixture
 def make_warp():
-    """`make` by mujoco_warp on a CPU, with half the compilation and a fifth of the solver's work.
+    """`make` by mujoco_warp on a CPU: kernels that compile fast, and fewer steps of the solver.
 
     Without a GPU Python launches all iterations, 100 in most models, needed or not; C makes 16 at
     most in these tests.

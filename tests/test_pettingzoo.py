@@ -372,7 +372,7 @@ def test_what_ended_in_the_last_step_decides_whether_the_episode_was_cut_off(odd
 
 
 def test_masks_and_observations_that_are_not_as_declared(odd):
-    with pytest.raises(ValueError, match="odd: action masks are supported of Discrete actions onl"):
+    with pytest.raises(ValueError, match="action masks are supported for Discrete actions onl"):
         make(odd, 1, how="parts")
     for how, words in (
         ("short", "odd: agent 0's action mask has 1 entries for 2 actions"),

@@ -77,7 +77,7 @@ class MultiAgentGymEnv(Outside, MultiAgentVecEnv):
             first.reset(env_seeds(seed, 1)[0], None)
         masked = any(m is not None for m in first.action_masks) and isinstance(actions[0], Discrete)
         if masked and not all(isinstance(space, Discrete) for space in first.action_spaces):
-            raise ValueError(f"{name}: action masks are supported of Discrete actions only")
+            raise ValueError(f"{name}: action masks are supported for Discrete actions only")
         spaces = observations, actions
         super().__init__(name, num_envs, device, seed, *spaces, NO_TIME_LIMIT, masked)
         self._own_state = None if first.state() is None else torch.empty(0)  # (N, state_dim)
@@ -104,10 +104,10 @@ class MultiAgentGymEnv(Outside, MultiAgentVecEnv):
                 if observation is not None:
                     obs[i, agent, : len(observation)] = observation
                     own = int(self.action_mask[agent].sum()) if n else 0
-                    if mask is not None and len(mask) != own and discrete:
-                        told = f"has {len(mask)} entries for {own} actions"
-                        told = told if n else "comes in a step, and none came at the first reset"
-                        raise ContractError(f"{self.name}: agent {agent}'s action mask {told}")
+                    if discrete and mask is not None and len(mask) != own:
+                        late = "comes in a step, and none came at the first reset"
+                        why = f"has {len(mask)} entries for {own} actions" if n else late
+                        raise ContractError(f"{self.name}: agent {agent}'s action mask {why}")
                     if n:
                         # A mask that allows nothing, as at an episode's end, is taken to allow
                         # all: a policy cannot be computed over an empty set of actions.
