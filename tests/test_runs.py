@@ -17,6 +17,7 @@ import math
 import multiprocessing
 import os
 import random
+import re
 import resource
 import runpy
 import shutil
@@ -344,6 +345,15 @@ KILL_AT_SYNC = """
         fsync(file)
     os.fsync = fatal
 """
+KILL_BEFORE_TRAINING = """
+    import os, signal
+    replace = os.replace
+    def fatal(source, target):
+        replace(source, target)
+        if str(target).endswith("args.json"):
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.replace = fatal
+"""
 KILL_BETWEEN_RENAMES = """
     import itertools, os, signal
     count, replace = itertools.count(1), os.replace
@@ -361,10 +371,8 @@ def test_resume_after_sigkill_is_bit_identical(references, tmp_path):
 
     def killed_early(run_dir: Path, flags: str) -> None:
         """Twice before the first checkpoint."""
-        run = start(flags, run_dir)
-        wait_for((run_dir / "args.json").exists, what="args.json", run=run)
-        kill(run)
-        finish(run, -9)
+        finish(start(flags, run_dir, sabotage=KILL_BEFORE_TRAINING), -9)
+        assert (run_dir / "args.json").exists() and not (run_dir / "metrics.csv").exists()
         run = resume(run_dir)
         wait_for_step(run, 1)
         os.killpg(run.process.pid, signal.SIGKILL)  # also where it has ended meanwhile
@@ -424,10 +432,11 @@ def test_ctrl_c_saves_and_the_printed_command_goes_on(stopped, references, tmp_p
 
 
 def test_a_stalled_evaluator_stalls_neither_training_nor_ctrl_c(references, tmp_path):
-    run = start(CARTPOLE, tmp_path / "run")
-    wait_for_step(run, 1)
+    run = start(CARTPOLE, tmp_path / "run", pause(2))  # before the first evaluation
+    wait_for_pause(run)
     (evaluator,) = run.children()
     os.kill(evaluator, signal.SIGSTOP)
+    go_on(run)
     wait_for_step(run, TOTAL)  # now it waits for the last evaluations
     kill(run, signal.SIGINT)
     finish(run, 130)
@@ -458,9 +467,9 @@ def test_signals_to_the_whole_group(tmp_path):
 
 
 def test_ctrl_c_as_the_first_child_starts(tmp_path):
-    run = start(CARTPOLE, tmp_path / "run")
+    run = start(f"{CARTPOLE} --total-steps 1000000000 --compile none", tmp_path / "run")
     wait_for(run.children, what="the evaluator", run=run)
-    time.sleep(0.2)  # it imports torch
+    time.sleep(0.2)  # it begins
     kill(run, signal.SIGINT, group=True)
     assert "died" not in finish(run, 130).text
 
@@ -481,8 +490,13 @@ def test_ctrl_c_saves_when_nobody_reads_the_output(references, tmp_path):
 # Processes.
 
 
+def shared_memory(run: Started) -> set[str]:
+    """The files in /dev/shm that its processes have mapped: others may have files there, too."""
+    maps = [Path(f"/proc/{pid}/maps").read_text() for pid in alive(run.process.pid)]
+    return set(re.findall(r"/dev/shm/[^\s(]+", "".join(maps)))
+
+
 def test_no_process_and_no_shared_memory_outlives_a_killed_learner(tmp_path):
-    memory = set(os.listdir("/dev/shm"))
     flags = f"--env CartPole {TINY} --num-workers 2 --total-steps 1000000 --compile none"
     runs = [start(flags, tmp_path / name) for name in ("starting", "training")]
     starting, training = runs
@@ -494,10 +508,12 @@ def test_no_process_and_no_shared_memory_outlives_a_killed_learner(tmp_path):
     worker, _, evaluator = training.children()
     for pid in (worker, evaluator):  # so busy that they do not notice a closed pipe
         os.kill(pid, signal.SIGSTOP)
+    memory = shared_memory(training)
     kill(training)
     for run in runs:
         finish(run, -9)  # waits 30 s for the last process of the session
-    wait_for(lambda: not set(os.listdir("/dev/shm")) - memory, 30, "new files in /dev/shm")
+    assert memory
+    wait_for(lambda: not any(map(os.path.exists, memory)), 30, f"one of {memory} is still there")
 
 
 def test_a_child_that_dies_is_replaced(tmp_path):
