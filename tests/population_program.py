@@ -32,15 +32,15 @@ def option(name: str, default: str | None = None) -> str | None:
 
 def train() -> int:
     folder = Path(option("--resume") or option("--run-dir"))
+    folder.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit((folder / "saved").touch()))
     if option("--resume"):
         args = json.loads((folder / "args.json").read_text())["args"]
     else:
-        folder.mkdir(parents=True, exist_ok=True)
         given = {k: float(option("--" + k.replace("_", "-"), x)) for k, x in DEFAULTS.items()}
         args = given | {"seed": int(option("--seed")), "total": int(option("--total-steps"))}
         shutil.copyfile(Path(__file__).with_name("checkpoint.pt"), folder / "checkpoint.pt")
         write(folder / "args.json", {"script": "trainer", "args": args})
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit((folder / "saved").touch()))
     state = folder / "state.json"
     before = json.loads(state.read_text()) if state.exists() else {"step": 0, "value": 0.0}
     while before["step"] >= args["hold"] and Path(__file__).with_name("hold").exists():
