@@ -70,6 +70,17 @@ if (os.environ.get("RANK"), os.environ.get("TORCHELASTIC_RESTART_COUNT")) == ("{
 """
 
 
+# Ctrl-C for torchrun, which passes it on; the learner goes on when it has come, not before.
+INTERRUPT = """
+def interrupt_the_agent():
+    import select
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer)
+    os.kill(os.getppid(), signal.SIGINT)
+    select.select([reader], [], [], 120)
+"""
+
 # Else gloo's threads abort the learner as Python ends ("terminate called without an exception").
 COUNT_THREADS = """
 import atexit, multiprocessing, os, sys, time
@@ -177,7 +188,7 @@ def test_a_killed_learner_and_ctrl_c_change_nothing(tmp_path):
     reference = f"{flags} --run-dir {tmp_path / 'reference'}"
     reference = Torchrun(tmp_path / "1", two, reference, COUNT_THREADS)
     killed = sabotage(1, 0, 3, "os.kill(os.getpid(), signal.SIGKILL)")
-    stopped = sabotage(0, 1, 3, "os.kill(os.getppid(), signal.SIGINT); __import__('time').sleep(2)")
+    stopped = sabotage(0, 1, 3, "interrupt_the_agent()") + INTERRUPT
     run_dir = tmp_path / "run"
     disturbed = Torchrun(
         tmp_path / "2", f"{two} --max-restarts 3", f"{flags} --run-dir {run_dir}", killed + stopped
