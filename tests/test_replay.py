@@ -361,3 +361,5 @@ def test_free_memory_is_what_a_container_or_a_job_may_have(
     (group / used).write_text("4000\n")
     (group / "memory.stat").write_text(f"{prefix}inactive_file 300\n{prefix}active_file 20\n")
     assert replay_module._free_memory(torch.device("cpu")) == 5000 - 4000 + 320
+    (group / limit).write_text(f"{10**9}\n")  # more than the machine has
+    assert replay_module._free_memory(torch.device("cpu")) == 8000 * 1024
