@@ -260,6 +260,7 @@ def test_one_policy_waits_for_the_evaluator_the_newest(monkeypatch, capsys):
     evaluator = Evaluator(RunArgs(), agent)
     for step in range(1, 10):
         evaluator.submit(step, {name: x + step for name, x in agent.state_dict().items()})
+    evaluator.submit(1, agent.state_dict())  # as a resumed run may: it is being scored
     assert [step for step, _ in evaluator.pending] == [1, 9] and asked == [1]
     answers.append((1.0, 0.0, 1.0))
     ((step, weights, _),) = evaluator.results()
