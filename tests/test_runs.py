@@ -884,6 +884,8 @@ def test_a_negated_flag_is_not_ignored_on_resume(tmp_path):
         ("Hopper", True, 10**9, 0, "same", 4096),
         ("Chasing", False, 10**9, 0, "same", 4096),
         ("Chasing", False, 10**9, 4, "same", 4),
+        ("Chasing", False, 26_000_000, 0, "same", 64),  # 100 iterations of 4096 x 64 steps are
+        ("Chasing", False, 27_000_000, 0, "same", 4096),  # 26.2 million
         ("CartPole-v1", True, 10**9, 0, "cpu", 64),
     ],
 )
@@ -1303,7 +1305,10 @@ def test_the_speed_is_that_after_the_first_update(monkeypatch):
     run.training_return, run.fail = 5.0, pytest.fail
     with pytest.raises(pytest.fail.Exception, match=r"losses/td has the shape \(3,\); log one"):
         Run.log(run, 2500, {"td": torch.ones(3)})
-    clock = iter((110,))
+    clock = iter((110, 110, 110))
+    for value in (math.nan, math.inf):
+        with pytest.raises(pytest.fail.Exception, match=f"losses/td is {value} at step 2500"):
+            Run.log(run, 2500, {"td": torch.tensor(value)})
     Run.log(run, 3000, {"critic": torch.tensor(1.0)})
     assert written == [None, None, 100] and shown == ["training return 5"]
     assert rechecked == [run.args]
