@@ -871,6 +871,12 @@ def test_segments_are_started_killed_and_chained_here(tmp_path):
     wait_for(lambda: not processes_of(tmp_path), "the end of what was started")
 
 
+def test_parts_of_a_core_are_counted_as_people_do(monkeypatch):
+    monkeypatch.setattr(segments, "available_cores", lambda: 7)
+    for cpus, slots in ((0.07, 100), (2.0, 3), (7.01, 0)):  # 7 / 0.07 is 99.99999999999999
+        assert Here(SimpleNamespace(cpus=cpus, gpus=0)).slots() == slots
+
+
 def test_a_segment_whose_driver_is_gone_does_not_begin(tmp_path, monkeypatch):
     """Killed between the start of a command and the command's wish to die with it."""
     commands = [(["touch", str(tmp_path / "began")], str(tmp_path / "out.txt"))]
