@@ -90,6 +90,12 @@ def test_the_oldest_steps_are_overwritten():
         assert (batch["weight"] == 1).all() and (batch["discount"] == np.float32(0.99)).all()
 
 
+def test_its_length_is_that_of_all_learners(monkeypatch):
+    monkeypatch.setattr(replay_module, "world_size", lambda: 2)
+    assert len(filled(Stream(num_envs=3, num_steps=2), 60, 4)) == 2 * 4 * 2 * 3
+    assert len(filled(Stream(num_envs=3, num_steps=2), 60, 7)) == 60
+
+
 @pytest.mark.parametrize("prioritized", [False, True])
 @pytest.mark.parametrize("times", [4, 17])  # with free space, and after two rounds
 def test_n_step_against_a_loop(times, prioritized):
@@ -236,6 +242,7 @@ def test_saved_and_loaded_it_draws_the_same(times, tmp_path):
     stream = Stream(num_envs=3, num_steps=2)
     replay = filled(stream, 100, times, **options)
     replay.update_priorities(torch.arange(30), 100 * torch.randn(30))  # sets `largest`
+    assert len(replay.state_dict()["data"]["obs"]) == min(2 * times, 34)  # what is filled
     torch.save(replay.state_dict(), tmp_path / "replay.pt")
     size = (tmp_path / "replay.pt").stat().st_size
     assert size < 20_000  # views are not saved with all that they are views of

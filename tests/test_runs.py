@@ -1258,6 +1258,21 @@ def test_a_score_is_of_each_envs_first_episode():
     assert found == pytest.approx({"return": 107, "return_std": 136.6919, "length": 2}, rel=1e-5)
 
 
+class Unequal(Staggered):
+    """Agent 0 is paid 1 a step, agent 1 is paid 2."""
+
+    num_agents = 2
+
+    def step(self, action):
+        obs, _, *rest = super().step(action)
+        return obs, torch.tensor([[1.0, 2.0]]).expand(3, 2), *rest
+
+
+def test_a_score_tells_agents_apart_that_are_paid_differently():
+    found, _ = score(torch.nn.Identity(), Unequal(), seed=0)
+    assert (found["return_agent_0"], found["return_agent_1"]) == (2, 4)  # of 1, 2 and 3 steps
+
+
 def test_an_evaluations_seed_is_its_own_and_fits_in_31_bits(monkeypatch):
     seeds, steps = [], iter((0, 1, 10**12))
     monkeypatch.setattr(workers.os, "nice", lambda by: None)  # for good
