@@ -90,9 +90,12 @@ def test_the_oldest_steps_are_overwritten():
         assert (batch["weight"] == 1).all() and (batch["discount"] == np.float32(0.99)).all()
 
 
-def test_its_length_is_that_of_all_learners(monkeypatch):
+def test_sizes_are_those_of_all_learners(monkeypatch):
     monkeypatch.setattr(replay_module, "world_size", lambda: 2)
-    assert len(filled(Stream(num_envs=3, num_steps=2), 60, 4)) == 2 * 4 * 2 * 3
+    replay = filled(Stream(num_envs=3, num_steps=2), 60, 4)
+    assert len(replay) == 8 * 2 * 3
+    windows = replay.windows(300, 2, newest=24)  # the last 4 steps
+    assert set(windows["obs"][0, :, 0].tolist()) == {4, 5, 6}
     assert len(filled(Stream(num_envs=3, num_steps=2), 60, 7)) == 60
 
 
