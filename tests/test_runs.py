@@ -1487,6 +1487,14 @@ def test_too_little_memory_is_one_sentence(tmp_path):
     )
 
 
+def test_a_size_beyond_64_bits_is_too_little_memory(tmp_path, monkeypatch, capsys):
+    """torch has other words where not even the number of bytes can be said."""
+    flags = "--env CartPole --hidden-size 1e18"
+    code, err = ended_here(flags, tmp_path, monkeypatch, capsys)
+    sizes = "networks, batches, --num-envs, --num-steps"
+    assert (code, err) == (1, f"Not enough memory; choose smaller sizes: {sizes}\n")
+
+
 # As a library.
 
 LIBRARY = """

@@ -272,7 +272,7 @@ def say_in_one_sentence(kind: type[BaseException], error: BaseException, trace: 
         os.kill(os.getpid(), signal.SIGINT)
     elif kind is BrokenPipeError and hung_up(1):  # --help | head; not an environment's own pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    elif isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(error):
+    elif re.search("MemoryError|allocate memory|Storage size", repr(error)):  # of CUDA or Python
         asked = re.search(r"ried to allocate ([\d.]+ \w+)", str(error))
         needed = f" for {asked[1]} more" if asked else ""
         advice = "choose smaller sizes: networks, batches, --num-envs, --num-steps"
