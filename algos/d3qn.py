@@ -6,10 +6,10 @@
 2. Double Q-learning (van Hasselt, Guez, Silver 2016, arXiv:1509.06461): Q chooses, Q̄ evaluates,
        y = r + γ (1 − terminated) Q̄(s', argmax_a Q(s', a))
 3. Prioritised replay (Schaul et al. 2016, arXiv:1511.05952): transition i is drawn with
-   probability P(i) ∝ |δ_i|^α, δ_i its TD error when last drawn (before that: the largest so far),
-       L(θ) = E[ w_i h(δ_i) ],   w_i ∝ (size · P(i))^−β, at most 1 in a batch,   β annealed to 1
+   probability P(i) ∝ |δ_i|^0.6, δ_i its TD error when last drawn (before: the largest so far),
+       L(θ) = E[ w_i h(δ_i) ],   w_i ∝ (size · P(i))^−β, at most 1 in a batch,   β from 0.4 to 1
 4. Temporally extended ε-greedy (Dabney, Ostrovski, Barreto 2021, arXiv:2006.01782): a random action
-   is repeated for some steps. Single random actions do not reach MountainCar's goal.
+   is repeated for some steps. Single random actions rarely reach MountainCar's goal.
 
     python algos/d3qn.py --env MountainCar        an environment of vec_envs
     python algos/d3qn.py --env LunarLander-v3     a Gymnasium id
@@ -126,7 +126,7 @@ def collect(agent: Agent, envs: vec_envs.VecEnv, rollout: dict[str, Tensor]) -> 
     """T steps in every environment, ε-greedy, where a random action is repeated.
 
     It is repeated with probability 1 − 1/L while its episode lasts; else a new one begins with
-    probability p = ε / (ε + L (1 − ε)): then p L / (p L + 1 − p) = ε of the steps are random.
+    probability p = ε / (ε + L (1 − ε)): then p L / (p L + 1 − p) = ε of a long episode is random.
     """
     epsilon, length = agent.epsilon, agent.exploration_length
     begin_probability = epsilon / (epsilon + length * (1 - epsilon))

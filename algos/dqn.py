@@ -12,7 +12,7 @@ Actions are ε-greedy (`collect`): with probability ε a random one, else argmax
 What differs from the paper (its values in brackets):
 - observations are vectors, normalised by running statistics, which are saved with the agent;
 - Q̄ moves a little after each update (`soft_update`), not all the way after every 10,000th;
-- Adam instead of RMSProp, its learning rate annealed to zero; the gradient's norm is clipped;
+- Adam, not RMSProp, at a rate of 1e-3 (2.5e-4) annealed to zero; the gradient's norm is clipped;
 - batches of 128 (32), a buffer of 100,000 transitions (1 M), updates from step 1000 on (50,000); ε
   falls during a fifth of the run (the first million frames); two layers of 128 units;
 - eight environments collect; rewards are not clipped (paper: ±1), ε ends at 0.05 (0.1), evaluation

@@ -19,9 +19,9 @@ What differs from sac.py:
 What differs from the paper: this schedule; Q̄ moves a little at each update (copied every 8000);
 batches of 128 (64), a buffer of 100,000 (1 M), no random steps at first (20,000), Adam's rate 1e-3
 (3e-4), annealed to zero; rewards are not clipped (±1); observations are vectors, normalised by
-running statistics; eight environments; L(α) has log α in the place of α, which begins at 0.2; with
---exploration-length, actions are repeated, likely ones more often than π says (otherwise Acrobot's
-goal is rarely found); with --n-step, r is the sum of n discounted rewards, without the entropies.
+running statistics; eight environments; L(α) has log α in place of α, which begins at 0.2; with
+--exploration-length, actions are repeated, likely ones more than π says (else Acrobot's goal is
+rarely found); with --n-step, r sums n rewards, no entropies; --prioritized weighs L(Q) alone.
 """
 
 import copy
