@@ -338,6 +338,57 @@ def test_target_of_discrete_sac_is_what_samples_converge_to():
         torch.testing.assert_close(q - td_error, batch["reward"])
 
 
+def test_an_update_of_discrete_sac_is_a_step_of_each_network():
+    """The actor's by the new critics; the temperature's by its own loss; the target's by τ.
+
+    Twice: no gradient is left from the first update.
+    """
+    agent, target, args = discrete_sac()
+    args.tau = 0.3
+    ours, slow, batch = copy.deepcopy(agent), copy.deepcopy(target), random_batch()
+
+    def descend(loss, parameters):
+        gradients = torch.autograd.grad(loss, parameters)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.data -= 0.1 * gradient
+
+    def parts(agent):
+        return [*agent.critics.parameters()], [*agent.actor.parameters(), agent.log_temperature]
+
+    optimizers = [torch.optim.SGD(part, 0.1) for part in parts(agent)]
+    for _ in range(2):
+        sac_discrete.update(agent, target, optimizers, batch, args)
+        critics, actor = parts(ours)
+        descend(sac_discrete.critic_loss(ours, slow, batch)[0], critics)
+        loss, entropy = sac_discrete.actor_loss(ours, batch)
+        descend(loss + sac_discrete.temperature_loss(ours, entropy), actor)
+        for theirs, own in zip(slow.parameters(), critics, strict=True):
+            theirs.data.copy_(0.7 * theirs + 0.3 * own)
+        np.testing.assert_allclose(flat(agent), flat(ours))
+        np.testing.assert_allclose(flat(target), flat(slow))
+
+
+def test_an_update_of_pqn_is_epochs_over_all_transitions():
+    """Each in an order of its own, with the returns of the Q and the normaliser of before."""
+    agent, args = make_agent(pqn, epochs=3, minibatch_size=5)
+    names, seen = ("obs", "next_obs", "action", "reward", "terminated"), []
+    rollout = {name: random_batch()[name].unflatten(0, (4, 3)) for name in names}
+    rollout["done"] = rollout["terminated"]
+    expected = pqn.prepare(agent, rollout, args)["returns"]
+
+    def learn(agent, optimizer, batch, args):
+        seen.append(batch["returns"])
+        return pqn.gradient_step(agent, optimizer, batch, args)
+
+    optimizer = torch.optim.SGD(agent.parameters(), 0.1)
+    logged = pqn.update(agent, optimizer, rollout, learn, args)
+    assert [len(returns) for returns in seen] == [5, 5, 2] * 3
+    orders = torch.cat(seen).view(3, SIZE)
+    assert torch.equal(orders.sort(1).values, expected.sort().values.expand(3, SIZE))
+    assert len({tuple(order.tolist()) for order in orders}) == 3
+    assert logged.keys() == {"q", "q_value", "grad_norm"}
+
+
 @pytest.mark.parametrize("module", [pqn, dqn, d3qn])
 def test_epsilon_falls_linearly_and_stays(module):
     args = module.Args(total_steps=1000, exploration_fraction=0.5, final_epsilon=0.2)
@@ -527,7 +578,13 @@ def test_train_follows_the_schedule_and_normalises_what_it_saw(module, tmp_path,
         original(agent, envs, rollout)
         seen.append(rollout["obs"].clone())
 
+    class Watched(Workers):
+        def start(self, *given, **extra):
+            assert self._ahead == (module is not pqn)  # which learns from what it has just done
+            return super().start(*given, **extra)
+
     monkeypatch.setattr(module, "collect", watched)
+    monkeypatch.setattr(module, "Workers", Watched)
     options = {"env": "CartPole", "num_steps": 5, "exploration_fraction": 0.5}
     run_of(module, tmp_path / "run", total_steps=100, compile="none", **options)
     args = module.Args(total_steps=100, exploration_fraction=0.5)
@@ -559,9 +616,29 @@ def test_continuous_actions_are_an_error_that_names_other_scripts(module, tmp_pa
     assert "\n" not in str(e.value) and not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("script", "name", "value", "allowed"),
+    [
+        (pqn, "q_lambda", 1.5, "from 0 to 1"),
+        (d3qn, "exploration_length", 0.5, "at least 1"),
+        (sac_discrete, "exploration_length", 0.0, "at least 1"),
+        (sac_discrete, "target_entropy_ratio", 1.1, "from 0 to 1"),
+        (sac_discrete, "initial_temperature", 0.0, "at least 1e-09"),
+    ],
+)
+def test_what_a_flag_cannot_be(script, name, value, allowed, tmp_path):
+    said = f"--{name.replace('_', '-')} is {value}; allowed is {allowed}"
+    with pytest.raises(UserError, match=f"^{said}$"):
+        script.train(script.Args(**{name: value}, run_dir=str(tmp_path / "run")))
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize("script", [dqn, d3qn, sac_discrete])
 def test_what_train_does_with_the_target_and_the_buffer(script, tmp_path, monkeypatch):
-    """θ̄ ← θ̄ + τ (θ − θ̄) after each update; n, γ, β and the priorities as they should be."""
+    """θ̄ ← θ̄ + τ (θ − θ̄) after each update; n, γ, β and the priorities as they should be.
+
+    A quarter of an update for each transition from the warm-up's last two on, of all weights.
+    """
     betas, following, errors, told = [], [], [], []
 
     def vector(network):
@@ -570,6 +647,10 @@ def test_what_train_does_with_the_target_and_the_buffer(script, tmp_path, monkey
     def watched(agent, target, *rest, original=script.update):
         before = vector(target)
         assert not following or torch.equal(following.pop(), before)
+        optimizers = rest[0] if script is sac_discrete else rest[:1]
+        learned = [weight for x in optimizers for weight in x.param_groups[0]["params"]]
+        assert sorted(map(id, learned)) == sorted(map(id, agent.parameters()))
+        assert len({x.param_groups[0]["lr"] for x in optimizers}) == 1
         losses, td_error = original(agent, target, *rest)
         ours = vector(agent.critics if script is sac_discrete else agent.q_network)
         following.append(before.lerp(ours, 0.3))
@@ -595,7 +676,7 @@ def test_what_train_does_with_the_target_and_the_buffer(script, tmp_path, monkey
         n_step=2, gamma=0.9, eval_every=0, compile="none", device="cpu",
         run_dir=str(tmp_path / "run"),
     ))  # fmt: skip
-    assert len(betas) > 10 and betas[0] < 0.6 < 0.95 < betas[-1]
+    assert len(betas) == 25 - 4 and betas[0] < 0.6 < 0.95 < betas[-1]
     assert same(errors, told)
 
 
@@ -612,6 +693,24 @@ def test_weights_that_are_no_numbers_are_not_saved(script, said, tmp_path, monke
             run_dir=str(tmp_path / "run"),
         ))  # fmt: skip
     assert not list((tmp_path / "run").glob("checkpoint*"))
+
+
+@pytest.mark.parametrize("script", [dqn, d3qn, sac_discrete])
+def test_a_run_resumed_without_its_buffer_waits_until_that_is_warm(script, tmp_path, monkeypatch):
+    sizes = []
+
+    class Watched(ReplayBuffer):
+        def sample(self, batch_size):
+            sizes.append(len(self))
+            return super().sample(batch_size)
+
+    monkeypatch.setattr(script, "ReplayBuffer", Watched)
+    options = {"env": "CartPole", "total_steps": 200, "save_replay": False, "utd_ratio": 0.5}
+    run_of(script, tmp_path / "run", kill_after=40, **options)
+    assert min(sizes) == 50 and max(sizes) > 100
+    sizes.clear()
+    resume_of(script, tmp_path / "run")
+    assert min(sizes) == 50
 
 
 REPLAY = {"n_step": 3, "batch_size": 16, "buffer_size": 350, "warmup_steps": 100, "log_every": 99}
