@@ -21,7 +21,7 @@ batches of 128 (64), a buffer of 100,000 (1 M), no random steps at first (20,000
 (3e-4), annealed to zero; rewards are not clipped (±1); observations are vectors, normalised by
 running statistics; eight environments; L(α) has log α in place of α, which begins at 0.2; with
 --exploration-length, actions are repeated, likely ones more than π says (else Acrobot's goal is
-rarely found); with --n-step, r sums n rewards, no entropies; --prioritized weighs L(Q) alone.
+rarely found); --n-step sums n discounted rewards, no entropies; --prioritized weighs L(Q) alone.
 """
 
 import copy
