@@ -170,7 +170,12 @@ def test_windows(times, newest):
     windows = replay.windows(400, 6, newest)
     obs, done = windows["obs"], windows["done"]
     assert obs.shape == (6, 400, 2) and windows["mask"].shape == (6, 400)
-    assert (obs[..., 1] == obs[0, :, 1]).all()  # one env
+    assert (obs[..., 1] == obs[0, :, 1]).all() and set(obs[0, :, 1].tolist()) == {
+        0,
+        1,
+        2,
+    }  # one env
+    torch.testing.assert_close(windows["discount"], 0.99 ** torch.arange(6.0).unsqueeze(1))
     assert (obs[1:, :, 0] == obs[:-1, :, 0] + 1).all()  # consecutive: no seam
     rows = min(stream.time, 14) if newest is None else min(stream.time, 7)
     first = obs[0, :, 0]
@@ -214,7 +219,8 @@ def test_new_transitions_get_the_largest_priority_so_far():
     replay = filled(stream, 40, 3, prioritized=True)
     assert replay.priority.flatten()[:12].tolist() == [1.0] * 12
     replay.update_priorities(torch.tensor([0, 1]), torch.tensor([-32.0, 1 / 32]))
-    replay.update_priorities(torch.tensor([0]), torch.tensor([0.0]))
+    replay.update_priorities(torch.tensor([0]), torch.tensor([0.0], requires_grad=True))
+    assert not replay.priority.requires_grad and not replay.largest.requires_grad
     replay.add(stream.next())
     expected = [1e-6**0.6, 1 / 8, *[1.0] * 10, *[8.0] * 4]
     torch.testing.assert_close(
@@ -245,10 +251,12 @@ def test_saved_and_loaded_it_draws_the_same(times, tmp_path):
     stream = Stream(num_envs=3, num_steps=2)
     replay = filled(stream, 100, times, **options)
     replay.update_priorities(torch.arange(30), 100 * torch.randn(30))  # sets `largest`
-    assert len(replay.state_dict()["data"]["obs"]) == min(2 * times, 34)  # what is filled
+    for name, saved in replay.state_dict()["data"].items():
+        assert len(saved) == min(2 * times, 34)  # what is filled
+        assert saved.untyped_storage().nbytes() == saved.nbytes  # else all is saved with a view
+        copied = saved.data_ptr() != replay.data[name].data_ptr()
+        assert copied == (times == 7)  # a full buffer is not in memory twice
     torch.save(replay.state_dict(), tmp_path / "replay.pt")
-    size = (tmp_path / "replay.pt").stat().st_size
-    assert size < 20_000  # views are not saved with all that they are views of
 
     other = ReplayBuffer(fake_run(**options), stream.empty(), 100)
     other.load_state_dict(torch.load(tmp_path / "replay.pt", weights_only=True))
@@ -274,6 +282,17 @@ def test_without_save_replay_nothing_is_saved_and_a_resumed_run_says_so(capsys):
     assert replay.state_dict() == {}
     replay.load_state_dict({})
     assert "--no-save-replay" in capsys.readouterr().out
+    del replay._run.args.save_replay  # ppo_hterm.py has no such flag
+    assert replay.state_dict()["rows"] == 2
+
+
+def test_what_is_saved_of_a_buffer_on_a_gpu_is_copied_to_the_cpu():
+    """A GPU may have no room for it. There is nothing to copy from a "meta" device."""
+    run, device = fake_run(), torch.device("meta")
+    run.device = device
+    empty = {name: x.to(device) for name, x in Stream().empty().items()}
+    with pytest.raises(NotImplementedError, match="copy out of meta"):
+        ReplayBuffer(run, empty, 100).state_dict()
 
 
 def test_a_full_buffer_does_not_become_larger():
@@ -305,6 +324,8 @@ def test_too_large_a_buffer_is_an_error_that_names_the_size(monkeypatch):
         ReplayBuffer(fake_run(), empty, 10**12)
     with pytest.raises(UserError, match=r"--buffer-size is 3; allowed is at least 6"):
         ReplayBuffer(fake_run(), empty, 3)
+    with pytest.raises(UserError, match=r"is 12; allowed is at least 15, .*-steps or --n-step, or"):
+        ReplayBuffer(fake_run(n_step=5), empty, 12)
     monkeypatch.setattr(replay_module, "_free_memory", lambda device: 2**30)
     ReplayBuffer(fake_run(), empty, 20_000_000)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
@@ -312,13 +333,21 @@ def test_too_large_a_buffer_is_an_error_that_names_the_size(monkeypatch):
     monkeypatch.setattr(replay_module, "world_size", lambda: 2)  # a part each
     with pytest.raises(UserError, match=r"--buffer-size: 40000000 transitions need 1\.1 GiB"):
         ReplayBuffer(fake_run(), empty, 40_000_000)
+    elsewhere = fake_run()
+    elsewhere.device = torch.device("meta")  # as each learner has a GPU of its own
+    ReplayBuffer(elsewhere, empty, 40_000_000)
 
 
 @pytest.mark.parametrize("prioritized", [False, True])
-def test_memory_is_what_it_must_hold(prioritized):
-    empty = Stream(num_envs=7).empty()
-    replay = ReplayBuffer(fake_run(prioritized=prioritized), empty, 100_000)
-    must = 100_000 * (30 + 4 * prioritized)
+def test_memory_is_what_it_must_hold(prioritized, monkeypatch):
+    empty, run = Stream(num_envs=7).empty(), fake_run(prioritized=prioritized)
+    must = 100_002 * (30 + 4 * prioritized)  # 7 · 14,286 transitions
+    with monkeypatch.context() as patch:
+        patch.setattr(replay_module, "_free_memory", lambda device: must - 1)
+        with pytest.raises(UserError, match="100000 transitions need"):
+            ReplayBuffer(run, empty, 100_000)
+        patch.setattr(replay_module, "_free_memory", lambda device: must)
+        replay = ReplayBuffer(run, empty, 100_000)
     seen, held = set(), 0
     for thing in [*vars(replay).values(), *replay.data.values(), *replay._flat.values()]:
         if isinstance(thing, torch.Tensor) and thing.data_ptr() not in seen:

@@ -42,8 +42,7 @@ class ReplayBuffer:
             run.fail(f"{flag} is {capacity}; allowed is at least {least}, {why}, or less of these")
         size = self.capacity_rows * self.num_envs  # of this learner
         stored = {k: x for k, x in rollout.items() if not k.startswith("episode_")}
-        needed = sum(x[0, 0].numel() * x.element_size() for x in stored.values())
-        needed = size * (needed + 4 * self.prioritized)
+        needed = size * (4 * self.prioritized + sum(x[0, 0].nbytes for x in stored.values()))
         if learners > 1 and device.type == "cpu":  # this machine's learners share it
             needed *= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         if needed > (free := _free_memory(device)):
@@ -80,8 +79,7 @@ class ReplayBuffer:
 
     def end_episodes(self) -> None:
         """What is added next does not follow what is here, as if all episodes were truncated."""
-        done = self.data["done"].view(self.capacity_rows, self.num_envs, -1)
-        done[self.position - 1, :, -1] = True  # of a stored sequence, the last step
+        self.data["done"][self.position - 1] = True
 
     def sample(self, batch_size: int) -> dict[str, Tensor]:
         """B transitions: what the rollout has of each, and discount, index, weight, all (B, ...).
@@ -157,9 +155,9 @@ class ReplayBuffer:
         """Everything, or with --no-save-replay nothing."""
         if not getattr(self._run.args, "save_replay", True):
             return {}
-        # Only the filled part, unless its copy would be large.
+        # Only the filled part, unless its copy would be large; on the CPU, for a GPU may be full.
         full = self.rows > self.capacity_rows // 2
-        data = {k: x if full else x[: self.rows].clone() for k, x in self.data.items()}
+        data = {k: x if full else x[: self.rows].to("cpu", copy=True) for k, x in self.data.items()}
         names = "position", "rows", "priority", "largest"
         return {"data": data, **{name: getattr(self, name) for name in names}}
 
