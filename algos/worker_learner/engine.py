@@ -135,9 +135,9 @@ def unless_debugged(how: str, update: Callable) -> str:
     return how
 
 
-def fits(how: str, state: dict[str, Any]) -> bool:
-    """Whether --compile `how` can take the steps of all optimizers in it."""
-    optimizers = [x for x in state.values() if isinstance(x, torch.optim.Optimizer)]
+def fits(how: str, things: Iterable) -> bool:
+    """Whether --compile `how` can take the steps of all optimizers among them."""
+    optimizers = [x for x in things if isinstance(x, torch.optim.Optimizer)]
     if how == "graphs":  # others ask a rate that is a tensor for its number
         return all(isinstance(x, torch.optim.Adam | torch.optim.RAdam) for x in optimizers)
     return all(map(_plain, optimizers))
@@ -258,9 +258,12 @@ def captured(function: Callable, args: Any) -> Callable:
     rates: dict[int, Tensor] = {}
 
     def graphed(*inputs: Any) -> Any:
+        leaves, tree = pytree.tree_flatten(inputs)
+        if args.compile == "graphs" and not fits("graphs", leaves):
+            args.compile = "none"
+            tell("From here on not compiled: an optimizer is neither Adam nor RAdam")
         if args.compile == "none":
             return function(*inputs)
-        leaves, tree = pytree.tree_flatten(inputs)
         given = [x for x in leaves if isinstance(x, Tensor)]
         key = [getattr(x, "shape", x) for x in leaves]
         key = tuple(x if x.__hash__ else id(x) for x in key)

@@ -86,7 +86,7 @@ class Run:
         a module: tensors only). What none of them holds is lost, but for torch's random generators.
         """
         self._state, args = {"agent": agent, "workers": workers, **state}, self.args
-        if not engine.fits(args.compile, state):
+        if not engine.fits(args.compile, state.values()):
             args.compile = "none"  # which the first line says
         try:
             self.dir.mkdir(parents=True, exist_ok=True)
