@@ -195,7 +195,7 @@ def test_more_threads_only_where_they_are_faster(monkeypatch, capsys):
         engine.recheck_threads(args)
         assert args.torch_threads == left == torch.get_num_threads()
     engine.recheck_threads(args)  # it has no gains left to ask for
-    said = "Other programs use the cores: this run goes on with one torch thread.\n"
+    said = "2 torch threads are slower than one: this run goes on with one.\n"
     assert capsys.readouterr().out == said
 
 

@@ -69,10 +69,9 @@ def choose_threads(args: Any) -> int:
     Measured, for it depends on what else runs: a core that another process uses makes all threads
     wait at the end of each operation. In narrow networks they wait more than they work.
     """
-    if "LOCAL_WORLD_SIZE" in os.environ:  # of torchrun, which also sets OMP_NUM_THREADS by itself
-        limit = available_cores() // int(os.environ["LOCAL_WORLD_SIZE"])
-    else:
-        limit = int(re.match(r"\d*", os.environ.get("OMP_NUM_THREADS", ""))[0] or 8)
+    limit = int(re.match(r"\d*", os.environ.get("OMP_NUM_THREADS", ""))[0] or 8)
+    if learners := os.environ.get("LOCAL_WORLD_SIZE"):  # of torchrun, which sets the former itself
+        limit = available_cores() // int(learners)
     cores = min(8, available_cores(), limit)
     width = max(getattr(args, name, 0) for name in ("hidden_size", "critic_hidden_size"))
     if args.torch_threads or width < WIDE or cores < 2:
@@ -100,10 +99,10 @@ def one_dnn_is_faster() -> bool:
 
 
 def recheck_threads(args: Any) -> None:
-    """Go on with one thread where others have begun to use the cores."""
+    """Go on with one thread where several are slower, as while others use the cores."""
     if args.torch_threads > 1 and all(gain(args.torch_threads) < 1 for _ in range(2)):
+        tell(f"{args.torch_threads} torch threads are slower than one: this run goes on with one.")
         args.torch_threads = 1
-        tell("Other programs use the cores: this run goes on with one torch thread.")
     torch.set_num_threads(args.torch_threads)
 
 
@@ -232,8 +231,7 @@ def compiled(update: Callable, args: Any) -> Callable:
                     if not _plain(adam):
                         raise exc.Unsupported("an optimizer is not a plain Adam for all weights")
                     twins[adam] = _Adam(adam)
-                rate = adam.param_groups[0]["lr"]  # a number would be compiled as it is
-                twins[adam].rate.fill_(rate)
+                twins[adam].rate.fill_(adam.param_groups[0]["lr"])  # a number would be compiled in
             leaves = [twins[x] if isinstance(x, torch.optim.Optimizer) else x for x in leaves]
             return compute(*pytree.tree_unflatten(leaves, tree))
         except failures as error:  # before anything was computed
