@@ -36,11 +36,12 @@ def test_gradient_steps_of_a_run(args, steps):
 
 
 def test_auto_compiles_where_it_pays(monkeypatch):
-    monkeypatch.setattr(engine, "one_dnn_is_faster", lambda: False)
+    monkeypatch.setattr(engine, "one_dnn_is_faster", lambda threads: False)
     monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/" + name)
     monkeypatch.setattr(torch, "__version__", TorchVersion("2.13.0"))
     assert engine.choose_compile(sac.Args(num_envs=4), "cpu", False) == "default"
-    short = sac.Args(num_envs=4, total_steps=10_000)
+    assert engine.choose_compile(sac.Args(total_steps=15_000), "cpu", False) == "default"
+    short = sac.Args(num_envs=4, total_steps=14_999)
     assert engine.choose_compile(short, "cpu", False) == "none"
     assert engine.choose_compile(short, "cuda", False) == "graphs"
     assert engine.choose_compile(short, "cuda", False, 2) == "none"
@@ -55,10 +56,20 @@ def test_auto_compiles_where_it_pays(monkeypatch):
         assert engine.choose_compile(sac.Args(num_envs=4), "cpu", False) == "none"
     monkeypatch.setattr(sysconfig, "get_path", lambda name: "/none")  # without python3-dev
     assert engine.choose_compile(sac.Args(num_envs=4), "cpu", False) == "none"
-    monkeypatch.undo()
-    monkeypatch.setattr(shutil, "which", lambda name: None)
-    assert engine.choose_compile(sac.Args(num_envs=4), "cpu", False) == "none"
     assert engine.choose_compile(sac.Args(compile="graphs"), "cuda", False) == "graphs"
+
+
+def test_a_compiler_is_one_that_torch_uses(monkeypatch):
+    """g++, or what CXX says: torch does not look for another, and would say so after a warm-up."""
+    if engine.choose_compile(sac.Args(), "cpu", False) == "none":
+        pytest.skip("nothing is compiled here")
+    monkeypatch.setattr(engine, "one_dnn_is_faster", lambda threads: False)
+    monkeypatch.setattr(shutil, "which", lambda name: name if name in ("c++", "clang++") else None)
+    for value, chosen in ((None, "none"), ("clang++", "default"), ("clang++ -O1", "none")):
+        monkeypatch.delenv("CXX", raising=False)
+        if value:
+            monkeypatch.setenv("CXX", value)
+        assert engine.choose_compile(sac.Args(), "cpu", False) == chosen
 
 
 def test_nothing_is_compiled_where_a_debugger_is_to_stop(monkeypatch):
@@ -140,13 +151,13 @@ def test_large_products_of_a_compiled_graph(how, capfd):
 
 
 def test_one_dnn_is_chosen_where_it_is_faster(monkeypatch):
-    monkeypatch.setattr(engine, "one_dnn_is_faster", lambda: True)
+    monkeypatch.setattr(engine, "one_dnn_is_faster", lambda threads: True)
     if engine.choose_compile(sac.Args(), "cpu", False) == "none":
         pytest.skip("nothing is compiled here")
     assert engine.choose_compile(sac.Args(), "cpu", False) == "onednn"
     assert engine.choose_compile(sac.Args(total_steps=10_000), "cpu", False) == "none"
     assert engine.choose_compile(sac.Args(), "cuda", False) == "graphs"
-    monkeypatch.setattr(engine, "one_dnn_is_faster", lambda: False)
+    monkeypatch.setattr(engine, "one_dnn_is_faster", lambda threads: False)
     assert engine.choose_compile(sac.Args(), "cpu", False) == "default"
     again = sac.Args(compile="onednn")  # as a resumed run has it: what was chosen once is kept
     assert engine.choose_compile(again, "cpu", True) == "onednn"
@@ -159,7 +170,8 @@ def test_one_dnn_is_chosen_where_it_is_faster(monkeypatch):
 def test_one_dnn_is_measured(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(torch, "mm", lambda a, b: a)
-        assert not engine.one_dnn_is_faster()
+        assert not engine.one_dnn_is_faster(2)
+    assert torch.get_num_threads() == 2  # those of the run, and not as many as there are cores
     product = torch.ops.mkldnn._linear_pointwise
 
     def four_times(a, b):
@@ -167,7 +179,7 @@ def test_one_dnn_is_measured(monkeypatch):
             product(a, b, None, "none", [], "")
 
     monkeypatch.setattr(torch, "mm", four_times)
-    assert engine.one_dnn_is_faster()
+    assert engine.one_dnn_is_faster(1)
 
 
 @pytest.mark.parametrize(("limit", "most"), [("1", 1), ("", 6), ("3,1", 3), ("64", 6)])

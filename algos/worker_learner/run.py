@@ -63,8 +63,8 @@ class Run:
         args = arguments.saved_args(args, self.script) if self.resumed else args
         self._whole_args = args = arguments.resolve(args, self.script, limits)
         args.run_dir = from_learner_0(args.run_dir)  # its default name has the time
-        args.compile = engine.choose_compile(args, args.device, self.resumed, self.world_size)
         args.torch_threads = engine.choose_threads(args)
+        args.compile = engine.choose_compile(args, args.device, self.resumed, self.world_size)
         self.args = args = arguments.learners_share(args, self.rank, self.world_size, limits)
         self.dir, self.device = Path(args.run_dir), torch.device(args.device)
         self._file = self.dir / (f"checkpoint.rank{self.rank}.pt" if self.rank else "checkpoint.pt")
