@@ -6,14 +6,16 @@ import re
 import shutil
 import sys
 import sysconfig
+import threading
 import time
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.torch_version import TorchVersion
 
-from algos import a2c, dqn, ppo, qmix, redq, sac, vdn
+from algos import a2c, crossq, dqn, ppo, qmix, redq, sac, vdn
 from algos.worker_learner import UserError, engine
 
 
@@ -81,6 +83,12 @@ def test_nothing_is_compiled_where_a_debugger_is_to_stop(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(sys, "gettrace", lambda: print)
         assert engine.unless_debugged("default", sac.update) == "none"
+    with monkeypatch.context() as patch:  # of Python 3.12, by number
+        tools = SimpleNamespace(DEBUGGER_ID=0, get_tool={0: "pdb", 1: None}.get)
+        patch.setattr(sys, "monitoring", tools, raising=False)
+        assert engine.unless_debugged("default", sac.update) == "none"
+        tools.DEBUGGER_ID = 1
+        assert engine.unless_debugged("default", sac.update) == "default"
     exec("def cell(): pass", spaces := {"__name__": "nowhere"})
     assert engine.unless_debugged("default", spaces["cell"]) == "default"
 
@@ -104,11 +112,12 @@ def test_which_optimizers_are_compiled():
         assert found == (default, graphs), optimizer
 
 
-def test_what_run_start_refuses_is_not_compiled():
+def test_what_run_start_refuses_is_not_compiled(capsys):
     """`train` has made it by then."""
     args = sac.Args(compile="none", device="cpu")
     for make in (engine.compiled, engine.captured):
-        assert make(lambda x: x, args)("anything") == "anything"
+        make(print, args)("anything")
+    assert capsys.readouterr().out == "anything\n" * 2  # not that it cannot be compiled
 
 
 @pytest.mark.parametrize("how", ["default", "onednn"])
@@ -130,6 +139,9 @@ def test_large_products_of_a_compiled_graph(how, capfd):
         for layer in stack:
             x = layer(x, slice(None)).relu()
         loss = loss + (x - 1).square().mean() + torch.addmm(one.to(x), x[0], x[1]).mean()
+        pair = x[:2].detach()  # what oneDNN is not asked for: a factor of the bias, 64 bits
+        loss = loss + torch.addmm(x.new_ones(256), *pair, beta=0.5).mean()
+        loss = loss + torch.mm(*pair.double()).to(x).mean()
         adam.zero_grad()
         loss.backward()
         adam.step()
@@ -192,6 +204,40 @@ def test_omp_num_threads_is_a_limit(limit, most, monkeypatch):
     assert engine.choose_threads(sac.Args(hidden_size=64)) == 1
     chosen = engine.choose_threads(sac.Args())
     assert chosen in (1, most) and set(tried) == ({1, most} if most > 1 else set())
+
+
+def test_how_many_threads_are_tried(monkeypatch):
+    """Eight at most, where actor or critic is wide; torchrun's learners share the cores."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "64")
+    monkeypatch.setattr(engine, "available_cores", lambda: 20)
+    monkeypatch.setattr(engine, "gain", lambda threads: 2)
+    assert engine.choose_threads(crossq.Args(hidden_size=64, critic_hidden_size=256)) == 8
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # torchrun sets it
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert engine.choose_threads(sac.Args()) == 5
+
+
+def test_torch_is_set_up(monkeypatch):
+    flushes = torch.set_flush_denormal(False)  # False as well: it cannot
+    engine.prepare(sac.Args(device="cpu", compile="none", torch_threads=2), 1)
+    assert torch.get_num_threads() == 2
+    assert not flushes or torch.tensor(1e-38) / 100 == 0
+    called = []
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: "a stream")
+    monkeypatch.setattr(torch.cuda, "set_stream", called.append)
+    monkeypatch.setattr(torch.cuda, "set_device", called.append)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    args = sac.Args(device="cuda", compile="graphs", torch_threads=1)
+    engine.prepare(args, 1)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    args.compile = "none"
+    engine.prepare(args, 3)
+    assert called == ["a stream", 1]
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(UserError, match="--nproc-per-node is more than the 2 GPUs"):
+        engine.prepare(args, 3)
+    monkeypatch.setattr(engine.ctypes, "CDLL", lambda name: object())  # another library than glibc
+    engine.prepare(sac.Args(device="cpu", compile="none", torch_threads=1), 1)
 
 
 def test_more_threads_only_where_they_are_faster(monkeypatch, capsys):
@@ -359,10 +405,23 @@ def test_an_optimizer_that_is_loaded_later_goes_on_from_there():
     for adam, state in zip(adams, early, strict=True):
         adam.load_state_dict(state)
     for x in torch.tensor([5.0, 6.0]):
+        for adam in adams:
+            adam.param_groups[0]["lr"] = 0.1 / x.item()  # as a schedule has it
         learn(adams[0], x), update(adams[1], x)
     states = [adam.state_dict()["state"][0] for adam in adams]
     assert args.compile == "default" and states[0]["step"] == 4
     torch.testing.assert_close((weights[0], states[0]), (weights[1], states[1]))
+
+
+def test_random_numbers_are_the_same_when_compiled():
+    """On a CPU, where the compiler's own would be drawn one by one."""
+    if engine.choose_compile(sac.Args(), "cpu", False) == "none":
+        pytest.skip("nothing is compiled here")
+    args = sac.Args(device="cpu", compile="default")
+    torch.manual_seed(0)
+    drawn = engine.compiled(torch.randn_like, args)(torch.ones(5))
+    torch.manual_seed(0)
+    assert args.compile == "default" and torch.equal(drawn, torch.randn(5))
 
 
 def test_float64_is_not_compiled(capsys):
@@ -394,6 +453,8 @@ def test_an_optimizer_that_is_not_saved_is_named_once(capsys):
     end = engine.watch_optimizers([saved, "something else"])
     for optimizer in (saved, forgotten, forgotten):
         optimizer.step()
+    others = threading.Thread(target=torch.optim.SGD([weight], 0.1).step)
+    others.start(), others.join()  # of another run, as tests have
     assert capsys.readouterr().out.count("Warning: an optimizer was not given to run.start") == 1
     end()
     torch.optim.SGD([weight], 0.1).step()

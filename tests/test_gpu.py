@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import vec_envs
-from algos import worker_learner
+from algos import sac, worker_learner
 from algos.worker_learner import engine
 from algos.worker_learner import run as run_module
 from tests.test_classic import Watch
@@ -217,9 +217,10 @@ def train_recorded(script: str, env: str, folder, monkeypatch, how: str) -> dict
     return torch.load(folder / "checkpoint.pt", weights_only=True)["agent"]
 
 
-@pytest.mark.parametrize(("script", "env"), [run for run in RUNS if run[0] != "a2c"])
-def test_a_graph_computes_what_it_recorded(script, env, tmp_path, monkeypatch):
-    """Nothing that a number of Python decides, and no memory that another takes the place of."""
+@pytest.fixture
+def recorder(monkeypatch):
+    """CUDA graphs, without a GPU by `Recorder`."""
+    monkeypatch.setattr(Recorder, "made", [])
     if not torch.cuda.is_available():
         monkeypatch.setattr(torch.cuda, "CUDAGraph", Recorder)
         monkeypatch.setattr(torch.cuda, "graph", record)
@@ -229,7 +230,45 @@ def test_a_graph_computes_what_it_recorded(script, env, tmp_path, monkeypatch):
         name = "_get_capturable_supported_devices"  # by torch's rule of GPUs alone
         place = sys.modules[torch.optim.RAdam.__module__]
         monkeypatch.setattr(place, name, lambda **options: ["cpu"])
-    monkeypatch.setattr(Recorder, "made", [])
+
+
+def test_graphs_of_a_function_without_a_script(recorder):
+    """One for each flag, by the present rate; inputs and the optimizer stay as they are."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+
+    def update(network, adam, x, doubled):
+        loss = network(2 * x if doubled else x).sum()
+        adam.zero_grad()
+        loss.backward()
+        adam.step()
+        return loss
+
+    found = {}
+    for how in ("none", "graphs"):
+        args = sac.Args(device=device, compile=how, torch_threads=1)
+        engine.prepare(args, 1)
+        torch.manual_seed(0)
+        network, learn = torch.nn.Linear(1, 1).to(device), engine.captured(update, args)
+        found[how] = []
+        adam = torch.optim.Adam(network.parameters(), 1.0, fused=True)
+        given = list(torch.arange(12.0, device=device).view(12, 1))
+        for number, x in enumerate(given):
+            group = adam.param_groups[0]
+            group["lr"] = rate = 1 / (1 + number)
+            loss = learn(network, adam, x, number % 3 == 2)
+            found[how].append(loss.item())
+            assert group["lr"] is rate and not group["capturable"]
+        assert [x.item() for x in given] == [*range(12)]
+        assert loss.requires_grad == (
+            how == "none"
+        )  # else a graph would keep the gradient's memory
+        found[how].append(network.weight.item())
+    assert found["graphs"] == pytest.approx(found["none"], rel=1e-5)
+
+
+@pytest.mark.parametrize(("script", "env"), [run for run in RUNS if run[0] != "a2c"])
+def test_a_graph_computes_what_it_recorded(script, env, tmp_path, monkeypatch, recorder):
+    """Nothing that a number of Python decides, and no memory that another takes the place of."""
 
     def rates_of_32_bits(run, update, period=1):
         def plainly(*inputs):
