@@ -4,6 +4,7 @@ import csv
 import fcntl
 import gzip
 import importlib
+import itertools
 import json
 import math
 import multiprocessing
@@ -13,7 +14,9 @@ import shutil
 import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -289,7 +292,8 @@ def test_the_first_section_is_what_somebody_types(throughput, monkeypatch):
     commands = []
 
     def run(command: list) -> str:  # a peer: 50 steps a second, 4 of them an update
-        lines = [f"{step} {step // 4} {step / 50}" for step in range(0, 500_000, 100)]
+        steps = range(0, 500_000, 100)  # it loads something at first
+        lines = [f"{step} {step // 4} {step / 50 + 9 * (step > 150)}" for step in steps]
         return "\n".join(("threads 2", "a warning 1 2 3", *lines))
 
     def train(command: list, run_dir: Path, total: float, folder: str) -> None:
@@ -297,7 +301,8 @@ def test_the_first_section_is_what_somebody_types(throughput, monkeypatch):
         run_dir.mkdir()
         (run_dir / "args.json").write_text('{"args": {"torch_threads": 1}}')
         every = 10 if "--log-every" in commands[-1] else 1000
-        rows = [f"{x},{x / 100},losses/critic,0" for x in range(0, 500_000, every)]  # 100 a second
+        steps = range(0, 500_000, every)  # 100 a second, but for a while to compile
+        rows = [f"{x},{x / 100 + 9 * (x > 150)},losses/critic,0" for x in steps]
         others = [f"{x},{x},charts/episodic_return,0" for x in (100, 600_000)]
         torn = "600000,7"  # it is being written
         (run_dir / "metrics.csv").write_text("\n".join(("step,...", *rows, *others, torn)))
@@ -327,6 +332,36 @@ def test_the_first_section_is_what_somebody_types(throughput, monkeypatch):
     assert not any(flags for several in typed.values() for flags in several)
     with pytest.raises(SystemExit, match="more --seconds"):
         throughput.slope([(1, 1)], 0)
+
+
+def test_a_section_is_measured_in_turns(throughput, monkeypatch):
+    ours, theirs = iter((10, 30, 21)), iter((2, 9, 7))
+    contenders = {"ours": lambda: (next(ours), "2"), "theirs": lambda: (next(theirs), "1")}
+    sections = {"some": lambda options: [("group", "steps/s", contenders)]}
+    monkeypatch.setattr(throughput, "SECTIONS", sections)
+    rows = throughput.measure("some", throughput.Options(rounds=3), "now")
+    names = "what", "median", "lowest", "highest", "ratio", "threads"
+    found = [tuple(row[name] for name in names) for row in rows]
+    assert found == [("ours", 21, 10, 30, 1, "2"), ("theirs", 7, 2, 9, 3, "1")]
+
+
+def test_a_turn_in_this_process(throughput, monkeypatch):
+    clock = SimpleNamespace(perf_counter=iter((5.0, 5.0, 6.0, 7.0, 8.0)).__next__)
+    monkeypatch.setattr(throughput, "time", clock)
+    steps = []
+    assert throughput.per_second(steps.append, 10, 2.5) == (10, "") and steps == [0, 1, 2]
+
+
+def test_a_turn_in_another_process(throughput, monkeypatch):
+    """Its own threads, no GPU; SuperSuit counts each of three agents' steps."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    found = throughput.environment(more="1")
+    assert found["CUDA_VISIBLE_DEVICES"] == "" and "OMP_NUM_THREADS" not in found
+    assert found["PATH"] and found["more"] == "1"
+    monkeypatch.setattr(throughput, "theirs", lambda *sizes, **settings: (300, "2"))
+    ((_, _, contenders),) = throughput.agents(throughput.Options())
+    assert contenders["Stable-Baselines3 PPO by SuperSuit, the same sizes"]() == (100, "2")
 
 
 def test_a_training_is_stopped_when_it_has_been_measured(throughput, tmp_path, no_compiler):
@@ -663,7 +698,9 @@ def test_gpu_reads_a_run(gpu, tmp_path):
         seconds = 5 + (step - 100) / 200
         lines += [f"{step},{seconds},losses/value,1", f"{step},{seconds},charts/SPS,1"]
         lines += [f"{step},99,eval/episodic_return,{10 * step}"]  # found later than it was so
-    (tmp_path / "metrics.csv").write_text("\n".join(lines) + "\n1000,9")  # not finished writing
+    (tmp_path / "metrics.csv").write_text(
+        "\n".join(lines) + "\n1000,9,losses/value,1"
+    )  # not finished writing
     iterations, returns = gpu.progress(tmp_path)
     assert iterations[:2] == [(100, 5), (200, 5.5)] and iterations[-1][0] == 900
     assert gpu.steady_speed(iterations) == pytest.approx(200)
@@ -671,6 +708,23 @@ def test_gpu_reads_a_run(gpu, tmp_path):
     assert gpu.seconds_to(5000, returns["evaluation"], iterations) == pytest.approx(2)
     assert gpu.seconds_to(9500, returns["evaluation"], iterations) is None
     assert gpu.progress(tmp_path / "nothing") == ([], {"training": [], "evaluation": []})
+
+
+def test_gpu_measures(gpu, monkeypatch):
+    """Speeds of the later half, the minutes in fair shares, env steps of all environments."""
+    late = [(0, 0), (10, 30), (20, 31), (30, 32), (40, 33)]
+    assert gpu.steady_speed(late) == 10 and gpu.steady_speed(late[:1]) == 0
+    clock = gpu.Clock(time.perf_counter() + 1000, 0, [6, 3, 1])
+    assert [round(clock.share(), -1) for _ in range(3)] == [600, 750, 1000]
+    assert gpu.Clock(0, 2, [1]).share() == 2 and gpu.Clock(0, 0, [1]).share() == 0
+    speeds = {"Ant: env steps/s": 1000, "Ant, ppo.py: training steps/s": 100}
+    rows = [{"what": what, "value": value} for what, value in speeds.items()]
+    assert next(gpu.shares_of_physics(rows))[2] == 0.1
+    seconds = itertools.count()
+    monkeypatch.setattr(gpu, "now", lambda options: next(seconds))
+    options = gpu.Options(robots=["Hopper"], envs=2, seconds=3, device="cpu")
+    found = [row[2] for row in gpu.envs(options, clock)]
+    assert found == [2 * 20 * 2 / 4, 2 * 20 * 8 / 4]  # twice 20 steps in four seconds
 
 
 def test_gpu_is_tried_out_on_a_cpu(tmp_path, no_compiler):
