@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import gymnasium
 import numpy as np
 import pytest
 import torch
@@ -232,6 +233,38 @@ def test_a_row_is_of_a_real_run(time_to_ant, tmp_path, contender, env, steps, no
     assert f" --env {env} --seed 1 --eval-every 2048 --eval-episodes 2" in row["command"]
     assert row["steps"] == steps and float(row["return"]) >= 2 and int(row["seconds"]) > 0
     assert said.splitlines()[-1].startswith(f"| {row['contender']} | {row['seconds']} | ")
+
+
+def test_cleanrl_has_the_mean_of_its_last_episodes(time_to_ant, tmp_path):
+    lines = [f"global_step={step}, episodic_return=[{value}]" for step, value in
+             ((50, 1.0), (120, 3.0), (180, 5.0), (260, 7.0))]  # fmt: skip
+    program = tmp_path / "python"
+    program.write_text("\n".join(("#!/bin/sh", "cat <<END", "SPS: 9", *lines, "END")))
+    program.chmod(0o700)
+    options = {"cleanrl_python": str(program), "run_dir": tmp_path}
+    with pytest.raises(SystemExit, match="0"):
+        time_to_ant.train_cleanrl(time_to_ant.Options(eval_every=100, eval_episodes=2, **options))
+    rows = [line.split(",") for line in (tmp_path / "metrics.csv").read_text().splitlines()]
+    assert [(step, value) for step, _, _, value in rows] == [("120", "2"), ("260", "6")]
+
+
+def test_random_actions_are_of_the_whole_range(throughput, monkeypatch):
+    given, space = [], gymnasium.spaces.Box(np.float32([-1, 2]), np.float32([1, 4]))
+    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]])  # moves that two agents have
+    envs = {"single_action_space": space, "num_agents": 2, "action_mask": mask}
+    envs = SimpleNamespace(reset=lambda: None, step=given.append, **envs)
+    monkeypatch.setattr(throughput.steppers.vec_envs, "make", lambda *arguments: envs)
+    for make, low, high in (
+        (throughput.steppers.ours, [-1, 2], [1, 4]),
+        (throughput.steppers.particles, [0, 0], [4, 1]),
+    ):
+        given.clear()
+        step = make("any", 100)
+        for i in range(50):
+            step(i)
+        found = torch.stack(given).view(-1, 2)
+        torch.testing.assert_close(found.amin(0).float(), torch.Tensor(low), atol=0.01, rtol=0)
+        torch.testing.assert_close(found.amax(0).float(), torch.Tensor(high), atol=0.01, rtol=0)
 
 
 def test_a_contender_that_is_none(time_to_ant):
