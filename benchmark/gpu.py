@@ -16,9 +16,10 @@ Sections, in this order, in what is left of --minutes (what does not fit is said
 The sections typed, replay and ppo have no --compile: on a GPU the scripts choose graphs.
 
 The trainings are the scripts themselves, stopped by SIGTERM. Seconds are of training: what comes
-before the end of the first iteration (imports, kernels, graphs) is listed apart. Evaluations are
-deterministic, by the C engine, in a process beside. PPO's flags for so many environments are those
-of locomotion on GPUs elsewhere (24 steps, 5 epochs of 4 minibatches, rate by KL), not tuned here.
+before the end of the first iteration (imports, kernels, PPO's graphs, but not SAC's, whose first
+update is later) is listed apart. Evaluations are deterministic, by the C engine, in a process
+beside. PPO's flags for so many environments are those of locomotion on GPUs elsewhere (24 steps, 5
+epochs of 4 minibatches, rate by KL), not tuned here.
 Without a GPU it says so; `--device cpu --envs 8 --seconds 1 --results FOLDER` tries the script out.
 """
 
