@@ -170,11 +170,8 @@ def test_windows(times, newest):
     windows = replay.windows(400, 6, newest)
     obs, done = windows["obs"], windows["done"]
     assert obs.shape == (6, 400, 2) and windows["mask"].shape == (6, 400)
-    assert (obs[..., 1] == obs[0, :, 1]).all() and set(obs[0, :, 1].tolist()) == {
-        0,
-        1,
-        2,
-    }  # one env
+    assert (obs[..., 1] == obs[0, :, 1]).all()  # one env
+    assert obs[0, :, 1].unique().tolist() == [0, 1, 2]  # any of them
     torch.testing.assert_close(windows["discount"], 0.99 ** torch.arange(6.0).unsqueeze(1))
     assert (obs[1:, :, 0] == obs[:-1, :, 0] + 1).all()  # consecutive: no seam
     rows = min(stream.time, 14) if newest is None else min(stream.time, 7)
