@@ -38,6 +38,7 @@ from algos.populations.agents import (
     scoring,
 )
 from algos.populations.journal import Journal
+from algos.populations.leaderboard import table
 from algos.worker_learner import UserError, files, segments
 from algos.worker_learner.segments import Here
 
@@ -532,6 +533,30 @@ def test_two_kills_change_no_weight_and_neither_does_a_replay(tmp_path):
     assert (best["script"], best["step"]) == ("ppo", winner.step)
     assert all(list(folder.glob("events.out.tfevents.*")) for folder in (root / "agents").iterdir())
     assert (root / "descent.png").stat().st_size > 1000
+
+
+def test_a_replay_counts_its_own_segments(stand_in, tmp_path, monkeypatch):
+    """Of an agent that was not the first one: their numbers say nothing about how many ended."""
+    root = tmp_path / "root"
+    flags = f"--algo {stand_in}/trainer.py --env Known --agents 3 --total-steps 200 --period 100"
+    drive("generations", root, flags, "--noise 100000")  # nobody is replaced
+    clock, wait, said = [0.0], Here.wait, []
+
+    def slowly(pool: Here, seconds: float) -> dict[str, int]:
+        """Every 100 seconds something ends, but nothing in the first 100."""
+        clock[0] += 100
+        ended: dict[str, int] = {}
+        while said and not ended:
+            ended = wait(pool, seconds)
+        return ended
+
+    monkeypatch.setattr(time, "time", lambda: clock[0])
+    monkeypatch.setattr(Here, "wait", slowly)
+    monkeypatch.setattr(Population, "show", lambda self, now=False: said.append(table(self)))
+    drive("generations", root, f"{flags} --replay 00005", "--noise 100000")
+    assert sorted(agents(root / "replay" / "00005")) == ["00002", "00005"]
+    left = [re.findall("after (.*); about (.*) left", text) for text in said]
+    assert left == [[], [("3m20s", "3m20s")], [("5m00s", "0m00s")], [("5m00s", "0m00s")]]
 
 
 # Killed at each of its moments by itself: `os.rename` publishes, `os.fsync` is the journal's.

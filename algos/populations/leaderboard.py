@@ -38,9 +38,9 @@ def table(population: Any) -> str:
     failed = len(population.journal.failures())
     waiting = len(population.parts()) - len(population.running)
     text = f"{len(population.agents)} agents, {failed} failed, {waiting} waiting"
-    seconds, done = now - population.began, population.done - population.done_before
-    if done:  # since this driver began
-        each = (population.last_end - population.began) / done
+    seconds = now - population.began
+    if population.ended:  # since this driver began
+        each = (population.last_end - population.began) / population.ended
         left = max(0, each * (population.expected - population.done_before) - seconds)
         text += f"; after {_duration(seconds)}; about {_duration(left)} left"
     return "\n".join([*lines, text])

@@ -60,6 +60,7 @@ class Population:
         self.count = max((int(x) + 1 for x in names if x.isdigit()), default=0)  # segments begun
         self.expected = 0  # segments in all, which a program says for the time left
         self.began, self.done_before, self._shown = time.time(), self.done, 0.0
+        self.last_end, self.ended = self.began, 0  # of the segments that have ended since then
 
     def _open(self) -> None:
         """Lock the folder and read it; what a killed driver left half done is finished."""
@@ -285,7 +286,7 @@ class Population:
         (self.root / "flight" / f"{name}.json").unlink()
         shutil.rmtree(self.root / "flight" / name, ignore_errors=True)
         del self.flights[name]
-        self.last_end = time.time()
+        self.last_end, self.ended = time.time(), self.ended + 1
 
     def _stop(self, part: tuple[str, str]) -> None:
         self.pool.stop("/".join(part))
@@ -371,7 +372,7 @@ def replay(population: Population, name: str) -> Path:
         raise UserError(f"--replay is {name}, but its ancestor {chain[0].parent} is damaged")
     args = dataclasses.replace(population.args, root=f"{population.root}/replay/{name}", replay="")
     again = Population(args, population.algos, population.words, population.program)
-    again.expected = len(chain)
+    again.expected, again.done_before = len(chain), sum(x.id in again.agents for x in chain)
     with _ending(again):
         for agent in chain:
             if agent.id not in {*again.agents, *again.flights}:
