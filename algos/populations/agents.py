@@ -13,7 +13,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import tyro
@@ -79,6 +79,7 @@ LIMITS = {
     **{"seed": (0, 2**31 - 1), "cpus": (0.01, None), "gpus": (0, 1), "eval_episodes": (2, 10_000)},
     "fuse": (1, 100),
 }
+AnyArgs = TypeVar("AnyArgs", bound=PopulationArgs)  # the Args of one of the programs
 
 
 @dataclass
@@ -261,7 +262,7 @@ def commit() -> str:
 # Scripts and the command line.
 
 
-def parse(args_class: type[PopulationArgs]) -> tuple[PopulationArgs, list[str]]:
+def parse(args_class: type[AnyArgs]) -> tuple[AnyArgs, list[str]]:
     """The command line before --, and the words after it, which are flags for the scripts."""
     sys.excepthook = say_in_one_sentence
     for number in STOP:

@@ -16,7 +16,7 @@ import typing
 from collections.abc import Callable
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import gymnasium
 import torch
@@ -105,6 +105,7 @@ SHARED = "num_envs", "num_workers", "minibatch_size", "batch_size"  # N learners
 
 # What a run replaces by its choice for the machine: --resume takes these beside what was chosen.
 AUTO = dict(device="auto", env_device="same", num_envs=0, torch_threads=0, compile="auto")
+AnyArgs = TypeVar("AnyArgs", bound=RunArgs)  # RunArgs, or the Args of a script
 
 
 def flag(name: str) -> str:
@@ -125,7 +126,7 @@ def check_args(args: Any, limits: dict[str, tuple]) -> None:
             raise UserError(f"{flag(name)} is {value}; it must be a finite number of {bits} bits")
 
 
-def resolve(args: RunArgs, script: str, limits: dict[str, tuple]) -> RunArgs:
+def resolve(args: AnyArgs, script: str, limits: dict[str, tuple]) -> AnyArgs:
     """The arguments checked, with what depends on the machine decided."""
     args, gpu = dataclasses.replace(args), torch.cuda.is_available()
     for field in dataclasses.fields(args):  # not only typed: from a program, or from args.json
@@ -182,7 +183,7 @@ def check_actions(env: str, space: gymnasium.Space, actions: str, multi_agent: b
             raise UserError(f"--env {env} has {what}; change its action space")
 
 
-def learners_share(args: RunArgs, rank: int, learners: int, limits: dict[str, tuple]) -> RunArgs:
+def learners_share(args: AnyArgs, rank: int, learners: int, limits: dict[str, tuple]) -> AnyArgs:
     """The arguments of one of several learners: its part of SHARED, a seed, threads of its own."""
     if learners == 1:
         return args
@@ -202,7 +203,7 @@ def learners_share(args: RunArgs, rank: int, learners: int, limits: dict[str, tu
     return args
 
 
-def saved_args(given: RunArgs, script: str) -> RunArgs:
+def saved_args(given: AnyArgs, script: str) -> AnyArgs:
     """The arguments in the folder given.resume; --pause-at and --total-steps may be given anew."""
     if not os.path.exists(path := Path(given.resume) / "args.json"):
         raise UserError(f"--resume {given.resume}: there is no run in this folder (no {path.name})")
@@ -228,7 +229,7 @@ def saved_args(given: RunArgs, script: str) -> RunArgs:
     return dataclasses.replace(saved, run_dir=given.resume, pause_at=given.pause_at)
 
 
-def parse(args_class: type[RunArgs], tuned: dict[str, dict[str, Any]]) -> RunArgs:
+def parse(args_class: type[AnyArgs], tuned: dict[str, dict[str, Any]]) -> AnyArgs:
     """The command line, with the defaults that a script's table `tuned` has for its --env.
 
     Flags that are given win over the table. A resumed run takes its arguments from its folder.

@@ -21,11 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
-from algos.worker_learner.arguments import RunArgs, UserError
+from algos.worker_learner.arguments import AnyArgs, UserError
 
 SHARES_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # torchrun's own, which outlives the learners
 _JOINS = itertools.count()  # the process groups that this process has had
-
 # What gloo, nccl and the store say when another process is gone or out of reach.
 GONE = r"[Cc]onnection|by peer|[Tt]imed? ?out|[Bb]roken pipe|[Ss]ocket|remote process"
 
@@ -118,7 +117,7 @@ def leave_learners() -> None:
         distributed.destroy_process_group()
 
 
-def restarted_args(args: RunArgs) -> RunArgs:
+def restarted_args(args: AnyArgs) -> AnyArgs:
     """What a learner goes on with that torchrun started: again, or on a node that joined.
 
     The command is the same each time: where its run folder holds a run, that is resumed.

@@ -9,9 +9,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Generic, NoReturn
 
 import torch
 from torch import Tensor, distributed, nn
@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 import vec_envs
 from algos.worker_learner import arguments, engine, files, learners, workers
-from algos.worker_learner.arguments import RunArgs, UserError, command_line, tell, to_terminal
+from algos.worker_learner.arguments import AnyArgs, UserError, command_line, tell, to_terminal
 from algos.worker_learner.files import Log, plot, quietly, read_checkpoint, save, snapshot
 from algos.worker_learner.learners import from_learner_0, largest_over_learners, mean_over_learners
 from algos.worker_learner.workers import Evaluator, compare_returns, die_with_parent
@@ -29,6 +29,7 @@ CHECKPOINT_SECONDS = 600  # after which a slow run is saved before --checkpoint-
 OWN = "step", "seconds", "best_return", "last_return", "training_return"  # saved of a Run
 BEFORE = threading.local()  # .at_end: of this thread's last run, closed late if that raised
 PUT_RANDOM = torch.set_rng_state, torch.cuda.set_rng_state
+Number = Tensor | float  # a tensor () or Python's own
 
 
 @dataclasses.dataclass
@@ -42,14 +43,14 @@ class Result:
     best_return: float
 
 
-class Run:
+class Run(Generic[AnyArgs]):
     """One training run: its folder, logs, evaluations, checkpoints, and this learner's `args`.
 
     `limits`: an argument's (smallest, largest) value, None for no bound; the others' limits are in
     RUN_LIMITS, or 0 and none. UserError, before anything is written, for a value outside of them.
     """
 
-    def __init__(self, args: RunArgs, script: str, limits: dict[str, tuple] | None = None):
+    def __init__(self, args: AnyArgs, script: str, limits: dict[str, tuple] | None = None):
         getattr(BEFORE, "at_end", contextlib.ExitStack()).close()
         self.at_end = BEFORE.at_end = contextlib.ExitStack()  # what `close` undoes, the last first
         limits = {**arguments.RUN_LIMITS, **(limits or {})}
@@ -140,7 +141,7 @@ class Run:
         make = {"none": None, "graphs": engine.captured}.get(self.args.compile, engine.compiled)
         return make(update, self.args) if make else update
 
-    def log(self, step: int, losses: dict[str, Tensor | float], **charts: Tensor | float) -> None:
+    def log(self, step: int, losses: Mapping[str, Number], **charts: Number) -> None:
         """Write losses/… and charts/… to metrics.csv and TensorBoard; UserError at NaN or infinity.
 
         `charts/SPS` is added: environment steps per second since the first update that was logged,
@@ -239,7 +240,7 @@ class Run:
         self.at_end.close()
         self._state = {}  # frees the replay buffer now, not when Python looks for cycles
 
-    def fail(self, message: Any) -> None:
+    def fail(self, message: Any) -> NoReturn:
         """Close, and raise a UserError."""
         self.close()
         good = self.dir / "checkpoint.pt"
@@ -308,8 +309,7 @@ class Run:
         where = f"{args.num_workers} worker processes" if args.num_workers else "this process"
         if self.device.type == "cuda" and (args.num_workers or args.env_device == "cpu"):
             where += " on the CPU"
-        if self.world_size > 1:
-            where += f" of each of {self.world_size} learners"
+        where += f" of each of {self.world_size} learners" * (self.world_size > 1)
         threads = f"{args.torch_threads} torch thread" + "s" * (args.torch_threads > 1)
         if vec_envs.NAMES.get(vec_envs.base_name(args.env)) == "mujoco":
             cores = args.env_threads or vec_envs.core.available_cores()

@@ -29,7 +29,6 @@ from vec_envs.core import available_cores
 
 STOP_SECONDS = 60  # that a run may take to save, once it is asked to end
 GOOD = 0, 3  # exit statuses: finished, paused (run.PAUSED)
-
 Commands = list[tuple[list[str], str]]
 
 

@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Literal
 
 import gymnasium
 import torch.multiprocessing
@@ -144,8 +144,9 @@ class Workers:
     """
 
     def __init__(
-        self, run: Any, collect: Callable, actions="any", ahead: bool = False, multi_agent=False
-    ):
+        self, run: Any, collect: Callable, actions: Literal["any", "bounded", "discrete"] = "any",
+        ahead: bool = False, multi_agent: bool = False,
+    ):  # fmt: skip
         start_forkserver()  # now: it imports torch while the learner gets ready
         self._run, self.args, self._collect, self._ahead = run, run.args, collect, ahead
         self._asked, self._begin = False, 0
