@@ -92,7 +92,7 @@ class Agent(nn.Module):
     only what the environment gets is clipped to this range. Discrete: actor(o, i) are logits.
     """
 
-    def __init__(self, envs: vec_envs.VecEnv, args: Args):
+    def __init__(self, envs: vec_envs.MultiAgentVecEnv, args: Args):
         super().__init__()
         agents, obs_dim = envs.num_agents, envs.single_observation_space.shape[0]
         action_space = envs.single_action_space
@@ -156,7 +156,7 @@ class Agent(nn.Module):
 
 
 @torch.no_grad()
-def collect(agent: Agent, envs: vec_envs.VecEnv, rollout: dict[str, Tensor]) -> None:
+def collect(agent: Agent, envs: vec_envs.MultiAgentVecEnv, rollout: dict[str, Tensor]) -> None:
     """T steps of the present policy in every environment."""
     for t in range(len(rollout["obs"])):
         obs = envs.obs

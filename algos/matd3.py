@@ -107,7 +107,7 @@ class Critics(nn.Module):
 class Agent(nn.Module):
     """Actors and critics. forward: observations (N, A, obs_dim) → the environment's actions."""
 
-    def __init__(self, envs: vec_envs.VecEnv, args: Args):
+    def __init__(self, envs: vec_envs.MultiAgentVecEnv, args: Args):
         super().__init__()
         agents, obs_dim = envs.num_agents, envs.single_observation_space.shape[0]
         action_space = envs.single_action_space
@@ -153,7 +153,7 @@ def act(agent: Agent, output: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def collect(agent: Agent, envs: vec_envs.VecEnv, rollout: dict[str, Tensor]) -> None:
+def collect(agent: Agent, envs: vec_envs.MultiAgentVecEnv, rollout: dict[str, Tensor]) -> None:
     """T steps in every environment: drawn or noisy actions."""
     for t in range(len(rollout["obs"])):
         obs = envs.obs

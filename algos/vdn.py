@@ -96,7 +96,7 @@ def mlp(inputs: int, hidden: int, outputs: int) -> nn.Sequential:
 class Agent(nn.Module):
     """All agents' values. forward: observations (N, A, obs_dim) → their best actions (N, A)."""
 
-    def __init__(self, envs: vec_envs.VecEnv, args: Args):
+    def __init__(self, envs: vec_envs.MultiAgentVecEnv, args: Args):
         super().__init__()
         agents, obs_dim = envs.num_agents, envs.single_observation_space.shape[0]
         num_actions = int(envs.single_action_space.n)
@@ -134,7 +134,7 @@ def epsilon_greedy(agent: Agent, obs: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def collect(agent: Agent, envs: vec_envs.VecEnv, rollout: dict[str, Tensor]) -> None:
+def collect(agent: Agent, envs: vec_envs.MultiAgentVecEnv, rollout: dict[str, Tensor]) -> None:
     """T steps in every environment by ε-greedy actions, each agent on its own."""
     for t in range(len(rollout["obs"])):
         obs = envs.obs

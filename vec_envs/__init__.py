@@ -10,10 +10,16 @@ from typing import Any
 
 import torch
 
-from vec_envs.core import VecEnv
+from vec_envs.core import MultiAgentVecEnv, VecEnv
 
 __all__ = [
-    *("NAMES", "VecEnv", "base_name", "for_evaluation", "make", "simulates_on_gpu"),
+    "NAMES",
+    "MultiAgentVecEnv",
+    "VecEnv",
+    "base_name",
+    "for_evaluation",
+    "make",
+    "simulates_on_gpu",
     "vec_env_class",
 ]
 

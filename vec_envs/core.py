@@ -59,7 +59,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from gymnasium.spaces import Box, Discrete, Space
+from gymnasium.spaces import Box, Discrete
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 from torch import Tensor
@@ -122,6 +122,8 @@ class VecEnv(VectorEnv):
     """
 
     metadata = {"autoreset_mode": AutoresetMode.SAME_STEP, "render_modes": ["rgb_array"]}
+    single_observation_space: Box
+    single_action_space: Box | Discrete
     state_names: tuple[str, ...] = ()
     exact_resume = True  # false where there is no `state_dict` (Gymnasium's own envs)
     num_agents: int | None = None  # None: a single agent, and no axis for it
@@ -311,7 +313,7 @@ class VecEnv(VectorEnv):
             else:
                 setattr(self, name, value.clone().to(self.device))
 
-    def render(self, index: int = 0) -> Any:
+    def render(self, index: int = 0) -> np.ndarray:
         """An RGB picture (height, width, 3) uint8 of env number `index`."""
         raise NotImplementedError(f"{type(self).__name__} has no method render")
 
@@ -333,6 +335,8 @@ class MultiAgentVecEnv(VecEnv):
     _simulate(action) -> reward (N, A), terminated (N,); _observe() -> padded (N, A, obs_dim), whose
     last n entries with `available_in_obs` (Discrete actions) are the mask of available actions.
     """
+
+    num_agents: int
 
     def __init__(
         self,
@@ -415,7 +419,7 @@ class Elsewhere:
         return *(x.to(self.device) for x in result), info
 
 
-def _padded(spaces: list, missing: float = 0.0) -> tuple[Space, Tensor]:
+def _padded(spaces: list, missing: float = 0.0) -> tuple[Box | Discrete, Tensor]:
     """A space large enough for each of `spaces`, and which of its entries each has (A, size).
 
     `missing`: the bounds of entries that a space lacks; with infinity they do not count.

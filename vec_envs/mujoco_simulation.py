@@ -44,7 +44,9 @@ class CSimulation:
 
     dtype = torch.float64
 
-    def __init__(self, model, num_envs: int, frame_skip: int, threads: int, fields: dict):
+    def __init__(
+        self, model: mujoco.MjModel, num_envs: int, frame_skip: int, threads: int, fields: dict
+    ):
         self.model, self.frame_skip = model, frame_skip
         self.contact_forces = any(array == "cfrc_ext" for array, _ in fields.values())
         self.data = [mujoco.MjData(model) for _ in range(num_envs)]
@@ -99,7 +101,7 @@ class CSimulation:
             for index in chosen:
                 field[index] = views[index]
 
-    def state_of(self, data) -> np.ndarray:
+    def state_of(self, data: mujoco.MjData) -> np.ndarray:
         state = np.zeros(mujoco.mj_stateSize(self.model, COMPLETE))
         mujoco.mj_getState(self.model, data, state, COMPLETE)
         return state
@@ -117,7 +119,7 @@ class CSimulation:
         for name, field in self.fields.items():
             field.copy_(state[name])
 
-    def _step_one(self, data, control: np.ndarray, row: np.ndarray) -> None:
+    def _step_one(self, data: mujoco.MjData, control: np.ndarray, row: np.ndarray) -> None:
         control[:] = row
         mujoco.mj_step(self.model, data, self.frame_skip)
         if self.contact_forces:
@@ -184,7 +186,10 @@ class WarpSimulation:
 
     dtype = torch.float32
 
-    def __init__(self, model, num_envs: int, frame_skip: int, device: torch.device, fields: dict):
+    def __init__(
+        self, model: mujoco.MjModel, num_envs: int, frame_skip: int, device: torch.device,
+        fields: dict,
+    ):  # fmt: skip
         try:
             import warp
 
