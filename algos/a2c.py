@@ -202,7 +202,7 @@ def a2c_loss(agent: Agent, batch: dict[str, Tensor], args: Args) -> tuple[Tensor
     return loss, losses
 
 
-def update(agent: Agent, optimizer, rollout, args: Args) -> dict[str, Tensor]:
+def update(agent: Agent, optimizer, rollout: dict, args: Args) -> dict[str, Tensor]:
     """One gradient step on all of a rollout -> what to log."""
     batch = prepare(agent, rollout, args)
     # A second step on this rollout, by a policy that has changed, would need ppo.py's ratio.

@@ -215,7 +215,7 @@ def soft_update(target: nn.Module, network: nn.Module, tau: float) -> None:
         theirs.lerp_(ours, tau)
 
 
-def update(agent: Agent, target: Agent, optimizers, batch, args: Args) -> dict:
+def update(agent: Agent, target: Agent, optimizers, batch: dict, args: Args) -> dict:
     """One step of critics, actors and target networks -> what to log."""
     critic_optimizer, actor_optimizer = optimizers
     q_loss = critic_loss(agent, target, batch, args)

@@ -255,7 +255,7 @@ def gradient_step(agent: Agent, optimizer, batch: dict[str, Tensor], args: Args)
     return losses
 
 
-def update(agent: Agent, optimizer, rollout, learn, args: Args) -> dict[str, Tensor]:
+def update(agent: Agent, optimizer, rollout: dict, learn, args: Args) -> dict[str, Tensor]:
     """Some epochs of one gradient step -> mean of each logged quantity."""
     batch = prepare(agent, rollout, args)
     logged = []

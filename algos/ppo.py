@@ -241,7 +241,7 @@ def gradient_step(agent: Agent, optimizer, batch: dict[str, Tensor], args: Args)
     return losses
 
 
-def update(agent: Agent, optimizer, rollout, learn, args: Args) -> dict[str, Tensor]:
+def update(agent: Agent, optimizer, rollout: dict, learn, args: Args) -> dict[str, Tensor]:
     """Some epochs of minibatch gradient steps -> mean of each logged quantity."""
     batch = prepare(agent, rollout, args)
     size, device = len(batch["obs"]), batch["obs"].device
@@ -262,7 +262,7 @@ def update(agent: Agent, optimizer, rollout, learn, args: Args) -> dict[str, Ten
     return means | {"explained_variance": 1 - unexplained}
 
 
-def adapt_learning_rate(optimizer, kl: Tensor, args: Args) -> None:
+def adapt_learning_rate(optimizer: torch.optim.Optimizer, kl: Tensor, args: Args) -> None:
     """After an epoch: divide the rate by 1.5 if the KL is too large, multiply if too small."""
     group = optimizer.param_groups[0]
     if kl > 2 * args.target_kl:

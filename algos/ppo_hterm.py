@@ -236,7 +236,7 @@ def gradient_step(agent: Agent, optimizer, batch: dict, past: dict | None, args:
     return losses
 
 
-def update(agent: Agent, optimizer, rollout, memory, learn, args: Args) -> dict[str, Tensor]:
+def update(agent: Agent, optimizer, rollout: dict, memory, learn, args: Args) -> dict[str, Tensor]:
     """Some epochs of minibatch gradient steps -> mean of each logged quantity."""
     batch = prepare(agent, rollout, args)
     if args.hterm_coef > 0:
@@ -260,7 +260,7 @@ def update(agent: Agent, optimizer, rollout, memory, learn, args: Args) -> dict[
     return dict(zip(losses, torch.stack(logged).mean(0), strict=True))
 
 
-def adapt_learning_rate(optimizer, kl: Tensor, args: Args) -> None:
+def adapt_learning_rate(optimizer: torch.optim.Optimizer, kl: Tensor, args: Args) -> None:
     """After an epoch: divide the rate by 1.5 if the KL is too large, multiply if too small."""
     group = optimizer.param_groups[0]
     if kl > 2 * args.target_kl:

@@ -170,7 +170,7 @@ def gradient_step(agent: Agent, optimizer, batch: dict[str, Tensor], args: Args)
     return {"q": loss, "q_value": q.mean(), "grad_norm": norm}
 
 
-def update(agent: Agent, optimizer, rollout, learn, args: Args) -> dict[str, Tensor]:
+def update(agent: Agent, optimizer, rollout: dict, learn, args: Args) -> dict[str, Tensor]:
     """Some epochs of minibatch gradient steps -> mean of each logged quantity."""
     batch = prepare(agent, rollout, args)
     size, device = len(batch["obs"]), batch["obs"].device

@@ -221,7 +221,7 @@ def soft_update(target: nn.Module, network: nn.Module, tau: float) -> None:
         theirs.lerp_(ours, tau)
 
 
-def update(agent: Agent, target: Critics, optimizers, batch, due, args: Args):
+def update(agent: Agent, target: Critics, optimizers, batch: dict, due: bool, args: Args):
     """One step of critics; if `due`, of actor and α -> what to log, the mean |TD error| (B,)."""
     critic_optimizer, actor_optimizer = optimizers
     q_loss, td_error = critic_loss(agent, target, batch, args)

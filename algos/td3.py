@@ -174,7 +174,7 @@ def soft_update(target: nn.Module, network: nn.Module, tau: float) -> None:
         theirs.lerp_(ours, tau)
 
 
-def update(agent: Agent, target: Agent, optimizers, batch, due, args: Args):
+def update(agent: Agent, target: Agent, optimizers, batch: dict, due: bool, args: Args):
     """One step of critics and, if `due`, of actor and targets -> what to log, TD errors (B,)."""
     critic_optimizer, actor_optimizer = optimizers
     q_loss, td_error = critic_loss(agent, target, batch, args)

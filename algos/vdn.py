@@ -210,7 +210,7 @@ def update(agent: Agent, target: Agent, optimizer, batch: dict, args: Args) -> d
     return losses | {"grad_norm": norm}
 
 
-def schedule(agent: Agent, optimizer, step: int, args: Args) -> None:
+def schedule(agent: Agent, optimizer: torch.optim.Optimizer, step: int, args: Args) -> None:
     """The learning rate, ε and α from now on, each linear in time."""
     progress = step / args.total_steps
     optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - progress)
