@@ -281,31 +281,31 @@ def seeds(options: Options) -> range:
 # Statistics. Samples are one number a run, along the last axis, so that scipy resamples them fast.
 
 
-def variance(x, axis: int = -1):
+def variance(x: np.ndarray, axis: int = -1) -> np.ndarray:
     """Exactly 0 where all are equal, which np.var is not: the mean of equal numbers is rounded."""
     return np.where(np.ptp(x, axis=axis) == 0, 0.0, np.var(x, axis=axis, ddof=1))
 
 
-def log_variance_ratio(x, y, axis: int = -1):
+def log_variance_ratio(x: np.ndarray, y: np.ndarray, axis: int = -1) -> np.ndarray:
     """log( Var x / Var y ): its distribution is less skewed than the ratio's."""
     return np.log(variance(x, axis)) - np.log(variance(y, axis))
 
 
-def iqm(x, axis: int = -1):
+def iqm(x: np.ndarray, axis: int = -1) -> np.ndarray:
     """Interquartile mean: without the lowest and highest quarter (whole runs, rounded down)."""
     return stats.trim_mean(x, 0.25, axis=axis)
 
 
-def iqm_difference(x, y, axis: int = -1):
+def iqm_difference(x: np.ndarray, y: np.ndarray, axis: int = -1) -> np.ndarray:
     return iqm(x, axis) - iqm(y, axis)
 
 
-def worst_quarter(x) -> float:
+def worst_quarter(x: np.ndarray) -> float:
     """Mean of the lowest quarter of the runs, rounded up to a whole run."""
     return float(np.mean(np.sort(x)[: math.ceil(len(x) / 4)]))
 
 
-def improvement(x, y, axis: int = -1):
+def improvement(x: np.ndarray, y: np.ndarray, axis: int = -1) -> np.ndarray:
     """P( X > Y ) + ½ P( X = Y ), of all pairs; axis as numpy's."""
     x, y = np.moveaxis(x, axis, -1)[..., :, None], np.moveaxis(y, axis, -1)[..., None, :]
     return ((x > y) + 0.5 * (x == y)).mean((-2, -1))
@@ -326,7 +326,7 @@ def interval(
     return tuple(map(float, found.confidence_interval))
 
 
-def variance_p(x, y, resamples: int = 9999) -> float:
+def variance_p(x: np.ndarray, y: np.ndarray, resamples: int = 9999) -> float:
     """Permutation test of equal variance: runs change arms after their arm's median is taken off.
 
     (With the mean it errs too often when ten runs of two kinds are compared.)
@@ -432,13 +432,13 @@ def analyse(runs: list[dict], beside: str = "") -> list[dict]:
     return table
 
 
-def mean_log_ratio(*samples, axis: int = -1):
+def mean_log_ratio(*samples: np.ndarray, axis: int = -1) -> np.ndarray:
     """Of samples x1, y1, x2, y2, …: the mean of log( Var xi / Var yi )."""
     pairs = zip(samples[::2], samples[1::2], strict=True)
     return np.mean([log_variance_ratio(x, y, axis) for x, y in pairs], 0)
 
 
-def mean_log_iqm_ratio(*samples, axis: int = -1):
+def mean_log_iqm_ratio(*samples: np.ndarray, axis: int = -1) -> np.ndarray:
     """Of samples x1, y1, x2, y2, …: the mean of log( IQM xi / IQM yi ); NaN if one is negative."""
     pairs = zip(samples[::2], samples[1::2], strict=True)
     with np.errstate(invalid="ignore", divide="ignore"):

@@ -29,10 +29,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import steppers
 import torch
@@ -44,7 +45,7 @@ from algos.worker_learner.arguments import say_in_one_sentence
 from vec_envs.core import available_cores
 
 Turn = tuple[float, str]  # units a second, torch's threads where there are any
-Contenders = dict[str, Callable[[], Turn]]  # what it is -> measure once
+Contenders = Mapping[str, Callable[[], Turn]]  # what it is -> measure once
 COLUMNS = ("section", "group", "what", "unit", "median", "lowest", "highest", "ratio", "rounds")
 COLUMNS += ("threads", "machine", "torch", "commit", "date")
 
@@ -68,7 +69,7 @@ class Options:
 # How a turn is measured: calls in this process, or a training in its own.
 
 
-def per_second(step: Callable[[int], None], units: int, seconds: float) -> Turn:
+def per_second(step: steppers.Stepper, units: int, seconds: float) -> Turn:
     """Call step(0), step(1), … for so long."""
     start, count = time.perf_counter(), 0
     while (passed := time.perf_counter() - start) < seconds:
@@ -145,7 +146,7 @@ def ours(
 
 def theirs(
     library: str, algorithm: str, env: str, total: float, unit: str = "updates", num_envs: int = 1,
-    warmup: int = 0, say_every: int = 500, **settings,
+    warmup: int = 0, say_every: int = 500, **settings: Any,
 ) -> Turn:  # fmt: skip
     """A peer's updates or steps a second."""
     total = warmup + round(total)

@@ -126,7 +126,9 @@ def decisive(metrics: str, target: float) -> tuple[int, float]:
     return reached[0] if reached else max(scores, key=lambda x: x[1], default=(0, -math.inf))
 
 
-def race(command: list[str], metrics: Path, target: float, minutes: float) -> tuple:
+def race(
+    command: list[str], metrics: Path, target: float, minutes: float
+) -> tuple[float, int, float]:
     """Run a command until its metrics.csv has a return of `target`, and stop it.
 
     Returns the seconds that this took, and step and return as `decisive` has them; without such a
