@@ -377,6 +377,7 @@ class MultiAgentVecEnv(VecEnv):
 
     @property
     def state_dim(self) -> int:
+        """How many numbers `state` has for each env."""
         return len(self._own_entries)
 
     def _state_of(self, obs: Tensor) -> Tensor:
