@@ -100,7 +100,7 @@ def load(args: Args) -> dict[str, Any]:
     folder = Path(str(args.run_dir).removesuffix("best.pt"))
     if args.run_dir in DEMO and not any(folder.glob("*.*")):  # no run has this name
         folder = Path(__file__).with_name("demo") / DEMO[args.run_dir]
-    folder = folder / "best" if (folder / "best/args.json").exists() else folder  # a population's
+    root, folder = folder, folder / ("best" * (folder / "best/args.json").exists())  # population's
     path = folder / f"{args.checkpoint}.pt"
     other, event = ("last", "evaluation") if path.stem == "best" else ("best", "checkpoint")
     advice = f"; try --checkpoint {other}" * (folder / f"{other}.pt").exists()
@@ -114,6 +114,7 @@ def load(args: Args) -> dict[str, Any]:
         raise UserError(f"{path} is damaged ({problem}){advice}")
     if not isinstance(saved, dict) or not {"script", "args", "step", "agent"} <= saved.keys():
         raise UserError(f"{path} is not a policy that a script of algos/ has saved")
+    vec_envs.refuse_program_in(root, saved["args"]["env"])
     others = [load(replace(args, run_dir=folder, others=(), weights=())) for folder in args.others]
     if len(names := {one["args"]["env"] for one in (saved, *others)}) > 1:
         raise UserError(f"an ensemble needs one environment; these runs have {sorted(names)}")
@@ -134,12 +135,14 @@ def make(saved: dict, num_envs: int, seed: int, draws: bool = False) -> tuple[nn
     agents, spaces = [], (env.single_observation_space, env.single_action_space)
     spaces = spaces if env.num_agents is None else (env,)  # whose agents differ
     for one in (saved, *saved.get("others", ())):
+        script = os.path.relpath(Path(__file__).parent / f"{one['script']}.py")
         try:
+            if not os.path.isfile(script):  # nor is what lies elsewhere imported
+                raise ImportError(f"No module named {one['script']!r}")
             module = importlib.import_module(".".join(filter(None, (__package__, one["script"]))))
             agents.append(module.Agent(*spaces, module.Args(**one["args"])))
             agents[-1].load_state_dict(one["agent"])
         except (ImportError, AttributeError, TypeError, RuntimeError) as error:
-            script = os.path.relpath(Path(__file__).parent / f"{one['script']}.py")
             raise UserError(f"{script} does not fit the policy: {_line(error)}") from None
     agent = Ensemble(agents, saved["weights"], env) if len(agents) > 1 else agents[0]
     return agent.eval().requires_grad_(False), env
@@ -200,11 +203,9 @@ def film(args: Args, saved: dict) -> None:
     width = args.width or WIDTH[kind]
     if hasattr(env, "painter"):  # to draw small pictures is faster than to shrink large ones
         env.painter.size = round(width * 0.75), width
+    how = {"duration": 1000 * seconds, "loop": 0}  # for ever
     if kind == ".mp4":
-        how = {"fps": 1 / seconds, "macro_block_size": 2}  # even sizes
-        width += width % 2
-    else:
-        how = {"duration": 1000 * seconds, "loop": 0}  # for ever
+        how, width = {"fps": 1 / seconds, "macro_block_size": 2}, width + width % 2  # even sizes
     obs, _ = env.reset(seed=best)
     with imageio.get_writer(args.video, mode="I", **how) as writer:
         for _ in trange(count, desc=args.video, leave=False, disable=None):
@@ -255,8 +256,7 @@ def show(args: Args, saved: dict) -> None:
 def export(args: Args, saved: dict) -> None:
     agent, env = make(saved, 2, args.seed)
     obs, _ = env.reset()
-    batch = torch.export.Dim("batch")  # of any size
-    program = torch.export.export(agent, (obs,), dynamic_shapes=({0: batch},))
+    program = torch.export.export(agent, (obs,), dynamic_shapes=({0: torch.export.Dim("batch")},))
     content = io.BytesIO()  # given a path, torch has a RuntimeError where it cannot write
     torch.export.save(program, content)
     Path(args.export).write_bytes(content.getvalue())

@@ -19,6 +19,7 @@ from PIL import Image, ImageSequence
 import vec_envs
 from algos import dqn, mappo, play, ppo, sac, sac_discrete, vdn
 from algos.worker_learner import UserError
+from vec_envs.core import ContractError
 from vec_envs.drawing import CannotDraw, choose_gl
 
 ROOT = Path(__file__).parent.parent
@@ -459,6 +460,48 @@ def test_a_policy_that_does_not_fit(altered, changes, message):
     with pytest.raises(UserError, match=message) as error:
         call(altered(**changes))
     assert "\n" not in str(error.value)
+
+
+THEIRS = "raise SystemExit('a program of the run folder was executed')"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"script": "{folder}.theirs"},
+        {"arguments": {"env": "{folder}.theirs:CartPole-v1"}},
+        {"arguments": {"env": "{folder}:CartPole-v1,g=9.8"}},
+        {"arguments": {"env": "pettingzoo:{folder}.inner.theirs"}},
+    ],
+)
+def test_no_program_of_a_run_folder_is_executed(altered, tmp_path, monkeypatch, changes):
+    """Run folders are data. Somebody else's may lie where Python looks for modules."""
+    (tmp_path / "inner").mkdir()
+    for name in ("theirs.py", "inner/theirs.py", "__init__.py"):
+        (tmp_path / name).write_text(THEIRS)
+    monkeypatch.syspath_prepend(tmp_path.parent)
+    monkeypatch.setattr(play, "__package__", "")  # as in `python algos/play.py`
+    folder = altered(**json.loads(json.dumps(changes).replace("{folder}", tmp_path.name)))
+    with pytest.raises((UserError, ContractError), match=r"No module named|lies in the run"):
+        call(folder)
+    saved = torch.load(folder / "best.pt", weights_only=True)
+    if "arguments" in changes:
+        (folder / "args.json").write_text(json.dumps({"script": "ppo", "args": saved["args"]}))
+        with pytest.raises(ContractError, match="lies in the run"):
+            ppo.train(ppo.Args(resume=str(folder)))
+        shutil.copytree(folder, folder / "best")  # of a population
+        with pytest.raises(ContractError, match="lies in the run"):
+            call(folder)
+
+
+def test_an_environment_of_ones_own_may_lie_anywhere_else(tmp_path, monkeypatch):
+    (tmp_path / "run").mkdir()
+    for name in ("mine_beside.py", "run/mine_inside.py"):
+        (tmp_path / name).touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path / "run")  # by whose wish it is a place of modules
+    for name in ("mine_beside:Own-v0", "mine_inside:Own", "absent.x:Y", "Hopper", "a/b:c-v1"):
+        vec_envs.refuse_program_in(tmp_path / "run", name)
 
 
 @pytest.mark.parametrize(

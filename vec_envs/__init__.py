@@ -5,12 +5,15 @@ import difflib
 import importlib.util
 import inspect
 import re
+import sys
 from importlib import import_module
+from importlib.machinery import PathFinder
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from vec_envs.core import MultiAgentVecEnv, VecEnv
+from vec_envs.core import ContractError, MultiAgentVecEnv, VecEnv
 
 __all__ = [
     "NAMES",
@@ -19,6 +22,7 @@ __all__ = [
     "base_name",
     "for_evaluation",
     "make",
+    "refuse_program_in",
     "simulates_on_gpu",
     "vec_env_class",
 ]
@@ -130,6 +134,24 @@ def for_evaluation(name: str) -> str:
     base, _, own = name.partition(",")
     options = getattr(vec_env_class(name), "evaluation_options", "")
     return ",".join(filter(None, (base, options, own)))
+
+
+def refuse_program_in(folder: Path | str, name: str) -> None:
+    """ContractError if the module of `name` lies in `folder`, the run folder that names it.
+
+    A run folder of somebody else is data: to open it must not execute a program that came with it.
+    Nothing is imported here. What is on the PYTHONPATH itself is there by its user's wish.
+    """
+    folder, entries = Path(folder).resolve(), None  # None: those of sys.path
+    if any(folder in (path, *path.parents) for path in (Path(x).resolve() for x in sys.path)):
+        return
+    for part in re.split("[:.]", base_name(str(name)).removeprefix("pettingzoo:")):
+        if (spec := PathFinder.find_spec(part, entries)) is None:
+            return
+        if spec.origin and folder in Path(spec.origin).resolve().parents:
+            raise ContractError(f"{name}: {spec.origin} lies in the run folder; it is not executed")
+        if (entries := spec.submodule_search_locations) is None:
+            return
 
 
 def base_name(name: str) -> str:

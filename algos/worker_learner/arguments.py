@@ -177,8 +177,7 @@ def check_actions(env: str, space: gymnasium.Space, actions: str, multi_agent: b
     if actions == "bounded" and discrete:
         raise UserError(f"--env {env} has discrete actions; dqn.py, ppo.py and a2c.py fit it")
     if not discrete:
-        width = torch.tensor(space.high) - torch.tensor(space.low)
-        if not width.float().isfinite().all():
+        if not (torch.tensor(space.high) - torch.tensor(space.low)).float().isfinite().all():
             what = "actions without bounds, or with bounds too far apart for float32"
             raise UserError(f"--env {env} has {what}; change its action space")
 
@@ -214,6 +213,7 @@ def saved_args(given: AnyArgs, script: str) -> AnyArgs:
         raise UserError(f"--resume {given.resume}: {path} cannot be read ({error})") from None
     if (made_by := content["script"]) != script:
         raise UserError(f"--resume {given.resume}: that run is of {made_by}.py, not {script}.py")
+    vec_envs.refuse_program_in(given.resume, saved.env)
     typed = {re.sub("^--no-", "--", x.partition("=")[0].replace("_", "-")) for x in given.typed}
     again = {**AUTO, "run_dir": given.resume, "resume": given.resume}
     for field in dataclasses.fields(given):
