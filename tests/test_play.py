@@ -1,5 +1,6 @@
 """play.py with policies trained a moment before: that what it says is so, and how it fails."""
 
+import contextlib
 import importlib.util
 import json
 import math
@@ -502,6 +503,16 @@ def test_an_environment_of_ones_own_may_lie_anywhere_else(tmp_path, monkeypatch)
     monkeypatch.syspath_prepend(tmp_path / "run")  # by whose wish it is a place of modules
     for name in ("mine_beside:Own-v0", "mine_inside:Own", "absent.x:Y", "Hopper", "a/b:c-v1"):
         vec_envs.refuse_program_in(tmp_path / "run", name)
+
+
+def test_the_folder_where_one_stands_has_no_say_in_how_pictures_are_drawn(tmp_path, monkeypatch):
+    """`python -c` would take mujoco.py from there, as in somebody's run folder."""
+    (tmp_path / "mujoco.py").write_text("open('executed', 'w').close()")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MUJOCO_GL", "egl")
+    with contextlib.suppress(CannotDraw):
+        choose_gl("Hopper")
+    assert not (tmp_path / "executed").exists()
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def choose_gl(name: str) -> None:
         return
     given = os.environ.get("MUJOCO_GL")
     for way in (given,) if given else ("egl", "osmesa", "glfw"):
-        command = [sys.executable, "-c", TRY_GL]
+        command = [sys.executable, "-P", "-c", TRY_GL]  # -P: not by a mujoco.py of this folder
         trial = subprocess.run(command, env={**os.environ, "MUJOCO_GL": way}, capture_output=True)
         if trial.returncode == 0:
             os.environ["MUJOCO_GL"] = way
