@@ -867,6 +867,36 @@ def test_a_best_agent_that_cannot_be_scored_again_is_trained_again_without_its_f
     assert "Best: agent 00001" in drive("generations", root, flags)
 
 
+THEIRS = {"script": "{theirs}/trainer.py"}, {"flags": {"env": "theirs:Env"}}, {"id": "../../x"}
+
+
+@pytest.mark.parametrize("changes", THEIRS)
+@pytest.mark.parametrize("replayed", [True, False])
+def test_agents_of_other_scripts_flags_and_names_are_left_out(
+    stand_in, tmp_path, changes, replayed
+):
+    """A population of somebody else is data: only the scripts of this command line are executed."""
+    root, theirs = tmp_path / "root", tmp_path / "theirs"
+    flags = f"--algo {stand_in}/trainer.py --env Known --agents 1 --total-steps 100 --period 100"
+    drive("generations", root, flags)
+    theirs.mkdir()
+    for name in ("trainer.py", "play.py"):
+        (theirs / name).write_text(f"open({str(theirs / 'executed')!r}, 'w')")
+    agent = json.loads((root / "agents" / "00000" / "agent.json").read_text())
+    agent |= {"id": "00000" if replayed else "00001"}
+    agent |= json.loads(json.dumps(changes).replace("{theirs}", str(theirs)))
+    place = "agents/00000/agent" if replayed else "flight/00001"
+    (root / f"{place}.json").write_text(json.dumps(agent))
+    if replayed:
+        with pytest.raises(UserError, match="has no such agent"):
+            drive("generations", root, f"{flags} --replay 00000")
+        assert journal(root, "corrupt")[0]["id"] == "00000"
+    else:
+        assert "Best: agent 00000" in drive("generations", root, flags)
+        assert len(agents(root)) == 1 and not list((root / "flight").iterdir())
+    assert not (theirs / "executed").exists()
+
+
 def test_who_is_killed_again_and_again_has_failed(stand_in, tmp_path):
     code = (stand_in / "trainer.py").read_text()
     dies = code.replace("sys.exit(play()", "os.kill(os.getpid(), 9); sys.exit(play()")

@@ -108,12 +108,13 @@ def is_better(one: Agent, other: Agent) -> bool:
     return one.score - other.score > math.hypot(one.error, other.error)
 
 
-def read_agent(path: Path) -> Agent:
-    """What `save_agent` wrote. Raises ValueError if that is damaged, OSError if it is not there."""
-    try:
-        return Agent(**json.loads(path.read_text()))
-    except TypeError as error:
-        raise ValueError(error) from None
+def read_agent(path: Path, name: str, known: dict[str, dict]) -> Agent:
+    """What `save_agent` wrote; `known`: what differs by agent, for each script. ValueError or
+    TypeError if that is damaged or of another name, script or flags, OSError if it is not there."""
+    agent = Agent(**json.loads(path.read_text()))
+    if (agent.id, set(agent.flags)) != (name, set(known.get(agent.script, [None]))):
+        raise ValueError("not of this population")
+    return agent
 
 
 def save_agent(agent: Agent, path: Path) -> None:

@@ -80,8 +80,9 @@ class Population:
         folders = sorted((self.root / "agents").glob("[0-9]" * 5))  # nobody's copies
         for folder in [folder for folder in folders if folder.name not in corrupt]:
             try:
-                agent = agents.read_agent(folder / "agent.json")
-            except (OSError, ValueError) as error:
+                path = folder / "agent.json"
+                agent = agents.read_agent(path, folder.name, self.hyperparameters)
+            except (OSError, ValueError, TypeError) as error:
                 self._corrupt(folder.name, f"agent.json: {error}")
                 continue
             self.agents[agent.id] = agent
@@ -89,8 +90,8 @@ class Population:
                 self._note_published(agent)
         ended = {line["id"] for line in self.journal.of("failed", "orphaned")}
         for path in sorted((self.root / "flight").glob("*.json")):
-            with contextlib.suppress(ValueError):  # torn, as the machine lost power
-                agent = agents.read_agent(path)
+            with contextlib.suppress(ValueError, TypeError):  # torn, as the machine lost power
+                agent = agents.read_agent(path, path.stem, self.hyperparameters)
                 if agent.id not in ended and not (self.root / "agents" / agent.id).exists():
                     self.flights[agent.id] = agent
                     continue
