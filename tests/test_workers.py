@@ -2,6 +2,8 @@
 
 import contextlib
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -286,3 +288,41 @@ def test_one_policy_waits_for_the_evaluator_the_newest(monkeypatch, capsys):
     evaluator.submit(13, agent.state_dict())
     answers.append(module.ChildFailed("at the end"))
     assert evaluator.results(wait=0.2) == [] and evaluator.failed and not evaluator.pending
+
+
+FROM_ELSEWHERE = """
+import os
+
+import torch.multiprocessing
+
+from vec_envs.core import start_forkserver, unblock_signals
+
+
+def child(pipe):
+    unblock_signals()
+    pipe.send(os.environ.get("PYTHONSAFEPATH"))
+
+
+if __name__ == "__main__":
+    context = torch.multiprocessing.get_context("forkserver")
+    ours, theirs = context.Pipe()
+    start_forkserver()
+    context.Process(target=child, args=(theirs,)).start()
+    theirs.close()
+    print(ours.recv(), os.environ.get("PYTHONSAFEPATH"))
+"""
+
+
+@pytest.mark.parametrize("own", [None, "1"])
+def test_modules_of_the_folder_where_one_stands_are_not_imported(tmp_path, own):
+    """As with `python script.py`; what begins the children is a `python -c`, which would."""
+    (tmp_path / "program.py").write_text(FROM_ELSEWHERE)
+    here = tmp_path / "here"
+    here.mkdir()
+    for name in ("random.py", "tyro.py"):
+        (here / name).write_text("raise SystemExit('imported')")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)} | ({"PYTHONSAFEPATH": own} if own else {})
+    command = [sys.executable, tmp_path / "program.py"]
+    options = {"capture_output": True, "text": True, "cwd": here, "env": environment}
+    done = subprocess.run(command, **options)
+    assert done.stdout == f"{own} {own}\n", done.stderr

@@ -66,6 +66,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 SIGNALS = {signal.SIGINT, signal.SIGTERM}
+SAFE_PATH = "PYTHONSAFEPATH", "forkserver"  # any text does; this one says that it is ours
 
 
 def available_cores() -> int:
@@ -80,15 +81,18 @@ def start_forkserver() -> None:
 
     It imports torch once for all of them; otherwise each would need seconds and memory for it.
     Signals to a whole process group are blocked in it, and in a child until `unblock_signals`.
+    As it is a `python -c`, it would otherwise import a random.py of the folder where one stands.
     """
     vars(sys.modules["__main__"]).setdefault("__spec__", None)  # pdb before Python 3.13 has none
     forkserver.set_forkserver_preload(["torch", "gymnasium", "tyro"])
+    os.environ.setdefault(*SAFE_PATH)
     resource_tracker.ensure_running()  # it would be started below, and unblock the signals
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        _forget_safe_path()
 
 
 def unblock_signals() -> None:
@@ -96,6 +100,13 @@ def unblock_signals() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    _forget_safe_path()
+
+
+def _forget_safe_path() -> None:
+    """Programs that an environment starts find what lies beside them, unless a user set this."""
+    if os.environ.get(SAFE_PATH[0]) == SAFE_PATH[1]:
+        del os.environ[SAFE_PATH[0]]
 
 
 def env_seeds(seed: int, count: int) -> list[int]:
