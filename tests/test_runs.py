@@ -1550,6 +1550,17 @@ def test_a_program_that_cannot_be_imported_again_is_told_before_an_evaluation(tm
     assert "the evaluator could not import your program; is it a file" in ended.stderr
 
 
+def test_to_save_writes_to_no_file_outside_of_the_run_folder(tmp_path):
+    """Somebody else's run folder may have links where temporary files and files come to be."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "mine").write_text("mine")
+    for name in ("args.tmp", "args.json"):
+        (tmp_path / "run" / name).symlink_to(tmp_path / "mine")
+    files.save("theirs", tmp_path / "run" / "args.json")
+    assert (tmp_path / "mine").read_text() == "mine"
+    assert (tmp_path / "run" / "args.json").read_text() == "theirs"
+
+
 def test_segments_chain_to_the_undisturbed_run(references, tmp_path):
     """--pause-at has a status of its own, keeps the schedule, and does nothing where it is past."""
     run_dir = tmp_path / "segments"

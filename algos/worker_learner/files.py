@@ -126,7 +126,7 @@ def quietly(what: str, function: Callable, *arguments: Any, **options: Any) -> b
 
 def save(content: Any, path: Path, backup: bool = False) -> None:
     """Text as such, else by torch.save: the file is new as a whole, or as it was before."""
-    temporary = path.with_suffix(".tmp")
+    (temporary := path.with_suffix(".tmp")).unlink(missing_ok=True)  # a link would be followed
     try:
         with open(temporary, "wb") as file:
             file.write(content.encode()) if isinstance(content, str) else torch.save(content, file)
