@@ -108,9 +108,8 @@ def is_better(one: Agent, other: Agent) -> bool:
     return one.score - other.score > math.hypot(one.error, other.error)
 
 
-def read_agent(path: Path, name: str, known: dict[str, dict]) -> Agent:
-    """What `save_agent` wrote; `known`: what differs by agent, for each script. ValueError or
-    TypeError if that is damaged or of another name, script or flags, OSError if it is not there."""
+def read_agent(path: Path, name: str, known: dict[str, dict]) -> Agent:  # known: flags of scripts
+    """What `save_agent` wrote; Value- or TypeError if damaged or of other name, script or flags."""
     agent = Agent(**json.loads(path.read_text()))
     if (agent.id, set(agent.flags)) != (name, set(known.get(agent.script, [None]))):
         raise ValueError("not of this population")

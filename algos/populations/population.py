@@ -80,8 +80,7 @@ class Population:
         folders = sorted((self.root / "agents").glob("[0-9]" * 5))  # nobody's copies
         for folder in [folder for folder in folders if folder.name not in corrupt]:
             try:
-                path = folder / "agent.json"
-                agent = agents.read_agent(path, folder.name, self.hyperparameters)
+                agent = agents.read_agent(folder / "agent.json", folder.name, self.hyperparameters)
             except (OSError, ValueError, TypeError) as error:
                 self._corrupt(folder.name, f"agent.json: {error}")
                 continue
