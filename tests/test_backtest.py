@@ -220,6 +220,8 @@ def test_real_runs_from_end_to_end(runs, tmp_path):
 
 def test_only_seeds_may_differ_and_scripts_in_an_ensemble(backtest, runs, altered, monkeypatch):
     monkeypatch.setitem(sys.modules, "algos.again", importlib.import_module("algos.ppo"))
+    real = os.path.isfile  # as if there were algos/again.py, a copy of ppo.py
+    monkeypatch.setattr(os.path, "isfile", lambda path: "again" in str(path) or real(path))
     options = backtest.Options([runs[0], altered(script="again")], fees=[0.0])
     with pytest.raises(UserError, match=r"script is again in .*, ppo in .* their seed only"):
         backtest.main(options)
