@@ -208,7 +208,7 @@ def soft_update(target: nn.Module, network: nn.Module, tau: float) -> None:
         theirs.lerp_(ours, tau)
 
 
-def update(agent: Agent, target: Agent, optimizers, batch: dict, windows: dict, args: Args):
+def update(agent: Agent, target: Agent, optimizers, batch, windows: dict | None, args: Args):
     """One step of critic, actor and targets -> what to log."""
     critic_optimizer, actor_optimizer = optimizers
     q_loss, _ = critic_loss(agent, target, batch)

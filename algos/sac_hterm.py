@@ -223,7 +223,7 @@ def soft_update(target: nn.Module, network: nn.Module, tau: float) -> None:
         theirs.lerp_(ours, tau)
 
 
-def update(agent: Agent, target: Critics, optimizers, batch: dict, windows: dict, args: Args):
+def update(agent: Agent, target: Critics, optimizers, batch, windows: dict | None, args: Args):
     """One step of critics, actor and temperature -> what to log."""
     critic_optimizer, actor_optimizer = optimizers
     q_loss, _ = critic_loss(agent, target, batch)

@@ -217,7 +217,7 @@ def soft_update(target: nn.Module, network: nn.Module, tau: float) -> None:
         theirs.lerp_(ours, tau)
 
 
-def update(agent: Agent, target: Agent, optimizers, batch: dict, due, windows: dict, args: Args):
+def update(agent: Agent, target: Agent, optimizers, batch, due, windows: dict | None, args: Args):
     """One step of critics and, if `due`, of actor and targets -> what to log."""
     critic_optimizer, actor_optimizer = optimizers
     q_loss, _ = critic_loss(agent, target, batch, args)
