@@ -261,6 +261,7 @@ def test_nodes_leave_and_join(tmp_path):
     assert load(tmp_path / "run")["run"]["step"] >= step
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_what_cannot_be_shared_is_one_sentence(tmp_path):
     run = Torchrun(tmp_path / "1", "--nproc-per-node 2", "--env CartPole --num-envs 5")
     run.finish(1)

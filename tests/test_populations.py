@@ -43,7 +43,7 @@ from algos.worker_learner import UserError, files, segments
 from algos.worker_learner.segments import Here
 
 ROOT = Path(__file__).parent.parent
-PATIENCE = 240  # seconds, for machines that are busy with something else
+PATIENCE = 240
 CORES = len(os.sched_getaffinity(0)) if sys.platform == "linux" else 0
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -905,6 +905,29 @@ def test_who_is_killed_again_and_again_has_failed(stand_in, tmp_path):
     with pytest.raises(UserError, match="killed again and again, perhaps for lack of memory"):
         drive("generations", tmp_path / "root", flags)
     assert len(journal(tmp_path / "root", "killed")) == 3
+
+
+def test_commands_end_with_who_started_them_also_without_setpriv(tmp_path):
+    """macOS has none: a process of the group looks every second whether the starter lives."""
+    shutil.copyfile("/bin/sleep", tmp_path / "sleep").chmod(0o755)
+    program = f"""
+import shutil, sys, time
+shutil.which = lambda name: None
+sys.path.insert(0, {str(ROOT)!r})
+from algos.worker_learner.segments import launch
+quick = launch(["sh", "-c", "exit 3"], {str(tmp_path / "quick.out")!r})
+assert quick.wait() == 3
+launch([{str(tmp_path / "sleep")!r}, "1000"], {str(tmp_path / "slow.out")!r})
+time.sleep(1000)"""
+    driver = subprocess.Popen([sys.executable, "-c", program])
+    try:
+        wait_for(lambda: processes_of(tmp_path, "sleep"), "the command")
+        time.sleep(2)
+        assert processes_of(tmp_path, "sleep"), "it lives as long as its starter"
+    finally:
+        driver.kill()
+        driver.wait()
+    wait_for(lambda: not processes_of(tmp_path), "its end")
 
 
 def test_segments_are_started_killed_and_chained_here(tmp_path):

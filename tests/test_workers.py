@@ -232,6 +232,7 @@ def test_too_little_shared_memory_is_one_sentence(monkeypatch):
     workers = Workers(run, ppo.collect)
     agent = ppo.Agent(workers.observation_space, workers.action_space, args)
     disk = SimpleNamespace(free=64 << 20)
+    monkeypatch.setattr(module.os.path, "isdir", lambda folder: True)  # macOS has no /dev/shm
     monkeypatch.setattr(module.shutil, "disk_usage", lambda folder: disk)
     match = r"--num-workers.* needs \d+ MiB .* 64 MiB are free in /dev/shm.*docker run --shm-size"
     with pytest.raises(UserError, match=match):

@@ -79,12 +79,14 @@ def available_cores() -> int:
 def start_forkserver() -> None:
     """Start the process that this one's children are forked from, if it does not run yet.
 
-    It imports torch once for all of them; otherwise each would need seconds and memory for it.
+    It imports torch once for all of them; otherwise each would need seconds and memory for it, as
+    on macOS, whose libraries do not bear to be forked.
     Signals to a whole process group are blocked in it, and in a child until `unblock_signals`.
     As it is a `python -c`, it would otherwise import a random.py of the folder where one stands.
     """
     vars(sys.modules["__main__"]).setdefault("__spec__", None)  # pdb before Python 3.13 has none
-    forkserver.set_forkserver_preload(["torch", "gymnasium", "tyro"])
+    preload = ["torch", "gymnasium", "tyro"] if sys.platform == "linux" else []
+    forkserver.set_forkserver_preload(preload)
     os.environ.setdefault(*SAFE_PATH)
     resource_tracker.ensure_running()  # it would be started below, and unblock the signals
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)

@@ -285,7 +285,7 @@ def say_in_one_sentence(kind: type[BaseException], error: BaseException, trace: 
 def hung_up(file: Any) -> bool:
     """Whether who is at the other end of a pipe has closed it."""
     poll = select.poll()
-    poll.register(file, 0)  # POLLERR and POLLHUP are always reported
+    poll.register(file, select.POLLHUP)  # Linux reports it always, macOS if asked
     return bool(poll.poll(0))
 
 

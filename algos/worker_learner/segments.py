@@ -34,10 +34,10 @@ Commands = list[tuple[list[str], str]]
 
 def launch(words: list[str], output: str, **variables: str) -> subprocess.Popen:
     """Start a command that dies with this thread; write the host name to `host` beside `output`."""
-    guard = []  # the command does not begin if this process has ended already
-    if shutil.which("setpriv"):
-        alone = ["sh", "-c", '[ "$PPID" -eq "$0" ] && exec "$@"', str(os.getpid())]
-        guard = ["setpriv", "--pdeathsig", "KILL", *alone]
+    kernel = ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []  # macOS
+    watch = '(while kill -0 $$ && kill -0 "$0"; do sleep 1; done; kill -9 -$$) >&- 2>&- & '
+    begin = '[ "$PPID" -eq "$0" ] && exec "$@"'  # not if this process has ended already
+    guard = [*kernel, "sh", "-c", begin if kernel else watch + begin, str(os.getpid())]
     options = {"stdin": subprocess.DEVNULL, "start_new_session": True}
     with open(os.path.join(os.path.dirname(output), "host"), "w") as file:
         file.write(f"{socket.gethostname()}\n")
@@ -119,7 +119,7 @@ class Here:
 
 
 def _kill(process: subprocess.Popen, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # ended; this on macOS
         os.killpg(process.pid, number)  # a session of its own
 
 
