@@ -120,6 +120,8 @@ def refusal(name: str, **options) -> str:
     ],
 )
 def test_equals_gymnasium_step_by_step(name, options, steps, terminates, truncates):
+    if name.startswith(("Lunar", "Bipedal")):
+        pytest.importorskip("Box2D", reason="has no wheel for Python 3.14")
     num_envs, seed = 3, 7
     env = make(name, num_envs, seed=123, **options)
     gym_envs = [gymnasium.make(name, **options) for _ in range(num_envs)]
@@ -392,7 +394,7 @@ def test_success_is_that_of_an_episodes_last_step(monkeypatch):
 
 
 def test_flat_spaces_are_no_news(counting, capfd):
-    for name in ("counting:Counter-v0", "FrozenLake-v1", "LunarLanderContinuous-v3"):
+    for name in ("counting:Counter-v0", "FrozenLake-v1"):
         make(name, 1)
     assert capfd.readouterr().err == ""
 
@@ -423,6 +425,8 @@ def test_flat_spaces_are_no_news(counting, capfd):
     ],
 )
 def test_what_is_not_supported_is_refused_in_one_sentence(counting, name, options, words):
+    if name == "CarRacing-v3":
+        pytest.importorskip("Box2D", reason="has no wheel for Python 3.14")
     message = refusal(name, **options)
     assert name in message.replace("environment creator for Counter-v0", "")
     for word in words:
@@ -490,8 +494,8 @@ def test_a_missing_package_is_named_with_its_install_line(monkeypatch, package):
 
 
 def test_bad_actions_and_a_step_too_early():
-    env = make("LunarLanderContinuous-v3", 2)
-    with pytest.raises(RuntimeError, match=r"LunarLanderContinuous-v3: call reset\(\)"):
+    env = make("Swimmer-v5", 2)
+    with pytest.raises(RuntimeError, match=r"Swimmer-v5: call reset\(\)"):
         env.step(torch.zeros(2, 2))
     env.reset()
     with pytest.raises(ValueError, match=r"shape \(2,\), expected \(2, 2\)"):
