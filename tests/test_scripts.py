@@ -187,6 +187,12 @@ def test_help_that_nobody_reads():
     assert done.stderr == b""
 
 
+def test_windows_is_told_of_wsl(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "win32")
+    with pytest.raises(SystemExit, match="on Windows use it in WSL"):
+        runpy.run_path(str(ALGOS / "__init__.py"))
+
+
 @pytest.mark.parametrize(("script", "env"), RUNS)
 def test_short_run(script, env, tmp_path, capsys, monkeypatch):
     called = {"log_episodes": [], "evaluate": [], "checkpoint": []}
