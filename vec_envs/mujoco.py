@@ -6,9 +6,8 @@
         InvertedPendulum, InvertedDoublePendulum, Reacher, Pusher
 
 Each equals Gymnasium's v5 environment made with the same keyword arguments, step by step, and
-differs from it only in defaults: contact-force and inertia observations are off (Ant has 27
-numbers, Humanoid 45), because they are slow to learn from and cost time. Turn them on with
-Gymnasium's own keywords, e.g. `make("Ant", 64, include_cfrc_ext_in_observation=True)`.
+differs from it only in a default: Ant does not observe contact forces (it has 27 numbers). Turn
+them on with Gymnasium's own keyword: `make("Ant", 64, include_cfrc_ext_in_observation=True)`.
 
 The physics is MuJoCo's, in C threads on a CPU and by mujoco_warp on a GPU: `mujoco_simulation.py`.
 Its two simulators have the same interface, so every reward and observation is written once.
@@ -364,8 +363,8 @@ class Ant(Locomotion):
 
 
 class Humanoid(Locomotion):
-    """A body with two legs and two arms. obs 45: position without x, y (22), velocity (23) [+ 303
-    inertia, velocity, actuator and contact-force numbers]. Action 17.
+    """A body with two legs and two arms. obs 348: position without x, y (22), velocity (23), and of
+    each part inertia (130), velocity (78), actuator force (17), contact force (78). Action 17.
 
     x is the centre of mass. Healthy: 1 < height < 2.
     """
@@ -387,7 +386,7 @@ class Humanoid(Locomotion):
         "contact_cost_range": (-float("inf"), 10.0),
         "healthy_z_range": (1.0, 2.0),
         "reset_noise_scale": 1e-2,
-        **dict.fromkeys(extras, False),
+        **dict.fromkeys(extras, True),
     }
 
     def _fields(self) -> dict[str, tuple[str, Any]]:
