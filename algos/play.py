@@ -143,7 +143,7 @@ def make(saved: dict, num_envs: int, seed: int, draws: bool = False) -> tuple[nn
             agents.append(module.Agent(*spaces, module.Args(**one["args"])))
             agents[-1].load_state_dict(one["agent"])
         except (ImportError, AttributeError, TypeError, RuntimeError) as error:
-            raise UserError(f"{script} does not fit the policy: {_line(error)}") from None
+            raise UserError(f"{script} does not fit the policy: {_line(error)[:200]}") from None
     agent = Ensemble(agents, saved["weights"], env) if len(agents) > 1 else agents[0]
     return agent.eval().requires_grad_(False), env
 
