@@ -18,24 +18,19 @@ from vec_envs import NAMES, make, vec_env_class
 from vec_envs.mujoco import ASSETS
 
 MUJOCO = [name for name, module in NAMES.items() if module == "mujoco"]
-# Without contact and inertia observations, as our Ant is made; Gymnasium's get the same keywords.
-SLIM = {
-    "Ant": {"include_cfrc_ext_in_observation": False},
-    "Humanoid": {
-        f"include_{name}_in_observation": False
-        for name in ("cinert", "cvel", "qfrc_actuator", "cfrc_ext")
-    },
-}
-FULL_ANT = {"include_cfrc_ext_in_observation": True}
+# Ours observe no contact forces unless asked; Gymnasium's get the same keyword.
+FORCES, NO_FORCES = ({"include_cfrc_ext_in_observation": value} for value in (True, False))
+SLIM = {f"include_{name}_in_observation": False for name in ("cinert", "cvel", "qfrc_actuator")}
+SLIM |= NO_FORCES
 CASES = [
-    *((name, SLIM["Ant"] if name == "Ant" else {}, {}) for name in MUJOCO),
-    ("Ant", FULL_ANT, FULL_ANT),
-    ("Humanoid", SLIM["Humanoid"], SLIM["Humanoid"]),
+    *((name, NO_FORCES if name in ("Ant", "Humanoid") else {}, {}) for name in MUJOCO),
+    *((name, FORCES, FORCES) for name in ("Ant", "Humanoid")),
+    ("Humanoid", SLIM, SLIM),
     ("Hopper", *2 * ({"healthy_z_range": (0.9, 1.5), "ctrl_cost_weight": 0.1},)),
-    ("Ant", *2 * ({"contact_cost_weight": 0.0, **SLIM["Ant"], "healthy_z_range": (0.4, 1.0)},)),
+    ("Ant", *2 * ({"contact_cost_weight": 0.0, **NO_FORCES, "healthy_z_range": (0.4, 1.0)},)),
     (
         "Humanoid",
-        *2 * ({**SLIM["Humanoid"], "contact_cost_weight": 1e-4, "contact_cost_range": (0.1, 0.5)},),
+        *2 * ({**SLIM, "contact_cost_weight": 1e-4, "contact_cost_range": (0.1, 0.5)},),
     ),
     ("Walker2d", *2 * ({"terminate_when_unhealthy": False, "frame_skip": 2},)),
     ("Swimmer", *2 * ({"exclude_current_positions_from_observation": False},)),

@@ -6,8 +6,9 @@
         InvertedPendulum, InvertedDoublePendulum, Reacher, Pusher
 
 Each equals Gymnasium's v5 environment made with the same keyword arguments, step by step, and
-differs from it only in a default: Ant does not observe contact forces (it has 27 numbers). Turn
-them on with Gymnasium's own keyword: `make("Ant", 64, include_cfrc_ext_in_observation=True)`.
+differs from it only in a default: Ant and Humanoid do not observe contact forces (they have 27 and
+270 numbers). These are large and sudden; in v4, with which most results were published, they were
+zero. Gymnasium's own keyword has them: `make("Ant", 64, include_cfrc_ext_in_observation=True)`.
 
 The physics is MuJoCo's, in C threads on a CPU and by mujoco_warp on a GPU: `mujoco_simulation.py`.
 Its two simulators have the same interface, so every reward and observation is written once.
@@ -363,8 +364,8 @@ class Ant(Locomotion):
 
 
 class Humanoid(Locomotion):
-    """A body with two legs and two arms. obs 348: position without x, y (22), velocity (23), and of
-    each part inertia (130), velocity (78), actuator force (17), contact force (78). Action 17.
+    """A body with two legs and two arms. obs 270: position without x, y (22), velocity (23), and of
+    each part inertia (130), velocity (78), actuator force (17) [+ 78 contact forces]. Action 17.
 
     x is the centre of mass. Healthy: 1 < height < 2.
     """
@@ -387,6 +388,7 @@ class Humanoid(Locomotion):
         "healthy_z_range": (1.0, 2.0),
         "reset_noise_scale": 1e-2,
         **dict.fromkeys(extras, True),
+        "include_cfrc_ext_in_observation": False,
     }
 
     def _fields(self) -> dict[str, tuple[str, Any]]:
