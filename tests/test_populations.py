@@ -43,7 +43,7 @@ from algos.worker_learner import UserError, files, segments
 from algos.worker_learner.segments import Here
 
 ROOT = Path(__file__).parent.parent
-PATIENCE = 240
+PATIENCE = 240  # seconds, for machines that are busy with something else
 CORES = len(os.sched_getaffinity(0)) if sys.platform == "linux" else 0
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

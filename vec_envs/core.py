@@ -79,8 +79,8 @@ def available_cores() -> int:
 def start_forkserver() -> None:
     """Start the process that this one's children are forked from, if it does not run yet.
 
-    It imports torch once for all of them; otherwise each would need seconds and memory for it, as
-    on macOS, whose libraries do not bear to be forked.
+    It imports torch once for all of them; otherwise each would need seconds and memory for it. Not
+    on macOS, whose libraries may abort in a process that was forked after they were loaded.
     Signals to a whole process group are blocked in it, and in a child until `unblock_signals`.
     As it is a `python -c`, it would otherwise import a random.py of the folder where one stands.
     """

@@ -7,8 +7,8 @@
 
 Each equals Gymnasium's v5 environment made with the same keyword arguments, step by step, and
 differs from it only in a default: Ant and Humanoid do not observe contact forces (they have 27 and
-270 numbers). These are large and sudden; in v4, with which most results were published, they were
-zero. Gymnasium's own keyword has them: `make("Ant", 64, include_cfrc_ext_in_observation=True)`.
+270 numbers), which are large and sudden. Gymnasium's own keyword turns them on:
+`make("Ant", 64, include_cfrc_ext_in_observation=True)`.
 
 The physics is MuJoCo's, in C threads on a CPU and by mujoco_warp on a GPU: `mujoco_simulation.py`.
 Its two simulators have the same interface, so every reward and observation is written once.

@@ -34,7 +34,7 @@ Commands = list[tuple[list[str], str]]
 
 def launch(words: list[str], output: str, **variables: str) -> subprocess.Popen:
     """Start a command that dies with this thread; write the host name to `host` beside `output`."""
-    kernel = ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []  # macOS
+    kernel = ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []  # not on macOS
     watch = '(while kill -0 $$ && kill -0 "$0"; do sleep 1; done; kill -9 -$$) >&- 2>&- & '
     begin = '[ "$PPID" -eq "$0" ] && exec "$@"'  # not if this process has ended already
     guard = [*kernel, "sh", "-c", begin if kernel else watch + begin, str(os.getpid())]
